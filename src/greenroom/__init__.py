@@ -1,0 +1,1 @@
+"""Greenroom: CPU offloading for diffusion models."""
