@@ -1,0 +1,61 @@
+"""Shared fixtures. Any test may ask for ``emu``; nothing is built for tests that do not touch the emulator."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="session")
+def emu_module() -> ModuleType:
+    """``torch.emu``, registered once for the whole session."""
+    import greenroom.emulator  # noqa: F401
+
+    return torch.emu
+
+
+def _reset(emu: ModuleType) -> None:
+    emu.set_device(0)
+    for index in range(emu.device_count()):
+        emu.synchronize(index)
+    emu.set_virtual_time(False)
+    emu.set_timeline(False)
+    emu.take_timeline()
+    emu.set_capacity(16 * GIB)
+    emu.set_bandwidth(0)
+    emu.set_latency(0)
+    emu.set_pageable_factor(1.0)
+    emu.set_poison(True)
+    emu.set_race_check("raise")
+    emu.race_reports()
+    emu.reset_counters()
+    for index in range(emu.device_count()):
+        emu.reset_peak_memory_stats(index)
+
+
+@pytest.fixture(autouse=True)
+def _emulator_guard() -> Iterator[None]:
+    """Each test starts from the same emulator with its bug finders on, and must leave no race behind.
+
+    A test that plants a race takes its reports with ``race_reports()`` before it ends.
+    """
+    if "greenroom.emulator" not in sys.modules:
+        yield
+        return
+    emu = torch.emu
+    _reset(emu)
+    yield
+    for index in range(emu.device_count()):
+        emu.synchronize(index)
+    assert emu.race_reports() == []
+
+
+@pytest.fixture
+def emu(emu_module: ModuleType, _emulator_guard: None) -> ModuleType:
+    return emu_module
