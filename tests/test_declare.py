@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import ClassVar
 
 import pytest
 from torch import nn
@@ -169,10 +170,10 @@ def test_a_path_is_a_denoiser_or_an_encoder():
 
 
 class Pipeline:
-    _dit_modules = ["transformer", "refiner.transformer"]
+    _dit_modules: ClassVar = ["transformer", "refiner.transformer"]
     _encoder_modules = ("text_encoder",)
-    _vae_modules: list[str] = []
-    _resident_modules = ["image_encoder"]
+    _vae_modules: ClassVar = []
+    _resident_modules: ClassVar = ["image_encoder"]
     _offload_plan = OffloadPlan(block_attrs={"transformer": ("blocks",)})
 
 
