@@ -1,0 +1,177 @@
+"""The one room that speaks to a device.
+
+Everything goes through `torch.accelerator` and the generic `torch.Stream` and `torch.Event`, so that CUDA, XPU, NPU
+and the emulated accelerator take the same path. The CPU is accepted as a device as well: streams and events become
+no-ops and every copy is finished when the call returns, which lets the rest of Greenroom run where there is no
+accelerator at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from greenroom.errors import OffloadError
+
+
+class _NoEvent:
+    """An event on a device that has no streams: always reached."""
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+class _NoStream:
+    """The only stream of a device that has none."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Accelerator:
+    """Streams, events, memory and copies of one device.
+
+    Args:
+        device: a device with an index, or the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_cpu = device.type == "cpu"
+        self._no_stream = _NoStream()
+
+    @classmethod
+    def of(cls, device: str | torch.device | int | None = None) -> Accelerator:
+        """The accelerator for `device`; None means the current device of the accelerator that is present.
+
+        Raises:
+            OffloadError: there is no accelerator and none was named, or the named one is not usable here.
+        """
+        if device is None:
+            # Asked through the runtime, which answers on a machine without the driver too.
+            if not torch.accelerator.is_available():
+                raise OffloadError(
+                    "device: None was given and no accelerator is present; accepted: a device such as 'cuda', "
+                    "'xpu', 'npu', or 'emu' after `import greenroom.emulator`"
+                )
+            device = torch.accelerator.current_accelerator()
+        try:
+            resolved = torch.device(device)  # type: ignore[arg-type]
+        except (RuntimeError, TypeError) as error:
+            raise OffloadError(
+                f"device: {device!r} is not a device that this torch knows; accepted: a torch.device or a string "
+                f"such as 'cuda:0' ('emu' needs `import greenroom.emulator` first)"
+            ) from error
+        if resolved.type == "cpu":
+            return cls(torch.device("cpu"))
+        present = torch.accelerator.current_accelerator(check_available=True)
+        if present is None or present.type != resolved.type:
+            raise OffloadError(
+                f"device: {str(device)!r} is not available here; accepted: "
+                + ("'cpu'" if present is None else f"{present.type!r} or 'cpu'")
+            )
+        count = torch.accelerator.device_count()
+        index = torch.accelerator.current_device_index() if resolved.index is None else resolved.index
+        if index >= count:
+            raise OffloadError(f"device: {str(device)!r} does not exist; accepted: indices 0 to {count - 1}")
+        return cls(torch.device(resolved.type, index))
+
+    # ------------------------------------------------------------------ streams and events
+
+    def current_stream(self) -> Any:
+        return self._no_stream if self.is_cpu else torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> Any:
+        return self._no_stream if self.is_cpu else torch.Stream(device=self.device)
+
+    def new_event(self) -> Any:
+        return _NoEvent() if self.is_cpu else torch.Event(device=self.device)
+
+    def synchronize(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.synchronize(self.device)
+
+    # ------------------------------------------------------------------ memory
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` uninitialised bytes on the device, as uint8, owned by the current stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def allocated(self) -> int:
+        """Bytes that live tensors hold on the device; 0 on the CPU."""
+        return 0 if self.is_cpu else int(torch.accelerator.memory_allocated(self.device))
+
+    def peak(self) -> int:
+        """The most bytes that live tensors held on the device since `reset_peak`; 0 on the CPU."""
+        return 0 if self.is_cpu else int(torch.accelerator.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Free and total bytes of the device, what torch's allocator holds unused counted as free."""
+        if self.is_cpu:
+            return sys.maxsize, sys.maxsize
+        module = torch.get_device_module(self.device)
+        free, total = module.mem_get_info(self.device)
+        unused = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+        return int(free) + max(0, int(unused)), int(total)
+
+    def empty_cache(self) -> None:
+        if not self.is_cpu:
+            torch.accelerator.empty_cache()
+
+    # ------------------------------------------------------------------ host memory and copies
+
+    def host_buffer(self, nbytes: int, *, pin: bool) -> torch.Tensor:
+        """`nbytes` of host memory as uint8, page-locked for this device where asked.
+
+        Exactly `nbytes` are locked. torch's own pinned allocator rounds each request up to a power of two on CUDA,
+        which would cost up to twice the weights; there, ordinary memory is registered instead.
+
+        Raises:
+            RuntimeError: the system refused to lock so much memory.
+        """
+        if not pin or self.is_cpu:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self.device.type == "cuda" and torch.version.hip is None:
+            return _registered(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Makes `stream` the current one inside the block."""
+        with stream:
+            yield
+
+
+def _registered(nbytes: int) -> torch.Tensor:
+    """Page-aligned host memory that is registered with CUDA, and unregistered when its storage goes."""
+    page = 4096
+    raw = torch.empty(nbytes + page, dtype=torch.uint8)
+    start = -raw.data_ptr() % page
+    buffer = raw[start : start + nbytes]
+    cudart = torch.cuda.cudart()
+    code = cudart.cudaHostRegister(buffer.data_ptr(), nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cudaHostRegister refused {nbytes} bytes (error {int(code)})")
+    # Tied to the storage, which views keep alive, and not to the tensor object, which they do not.
+    finalizer = weakref.finalize(raw.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())
+    finalizer.atexit = False  # the driver may be gone by then, and the process's memory goes anyway
+    return buffer

@@ -1,0 +1,214 @@
+"""What `offload()` returns: a look inside, and the way back."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from greenroom.config import OffloadConfig
+from greenroom.errors import OffloadError
+from greenroom.memory import format_bytes
+from greenroom.strategies.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class ComponentReport:
+    """One component of the pipeline; all figures in bytes.
+
+    Attributes:
+        name: its dotted path from the pipeline.
+        role: "dit", "text_encoder", "image_encoder", "vae", "companion" or "other".
+        placement: "resident", "swap" or "stream".
+        weights: all parameters and buffers, shared ones once.
+        resident: what stays on the device.
+        moved: what is copied to the device when the component is used once.
+        blocks: number of blocks known.
+        streamed_blocks: number of blocks that pass through the arena.
+    """
+
+    name: str
+    role: str
+    placement: str
+    weights: int
+    resident: int
+    moved: int
+    blocks: int
+    streamed_blocks: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an offload keeps where; all figures in bytes.
+
+    Attributes:
+        strategy: "model-level", "layerwise" or "distributed-layerwise".
+        device: where the pipeline computes.
+        components: one line for each component.
+        arena: device bytes through which streamed blocks pass.
+        pinned: page-locked host bytes.
+        pageable: host bytes that are not locked.
+        device_weights: the most device bytes that weights take at any one time, activations not counted.
+        copied: bytes copied to the device since the offload was enabled.
+        misses: blocks that were needed before they had been fetched.
+    """
+
+    strategy: str
+    device: str
+    components: tuple[ComponentReport, ...]
+    arena: int
+    pinned: int
+    pageable: int
+    device_weights: int
+    copied: int
+    misses: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON types."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.strategy} on {self.device}: at most {format_bytes(self.device_weights)} of weights on the device "
+            f"(arena {format_bytes(self.arena)}), host {format_bytes(self.pinned)} pinned, "
+            f"{format_bytes(self.pageable)} pageable"
+        ]
+        for c in self.components:
+            blocks = f", {c.streamed_blocks} of {c.blocks} blocks streamed" if c.placement == "stream" else ""
+            lines.append(
+                f"  {c.name:<24} {c.role:<14} {c.placement:<9} {format_bytes(c.weights):>10}, "
+                f"{format_bytes(c.resident)} resident, {format_bytes(c.moved)} moved a pass{blocks}"
+            )
+        return "\n".join(lines)
+
+
+class Handle:
+    """An enabled offload. Dropping the handle changes nothing; `disable` undoes the offload."""
+
+    def __init__(self, pipeline: Any, runtime: Runtime, config: OffloadConfig) -> None:
+        self._pipeline = weakref.ref(pipeline)
+        self._runtime = weakref.ref(runtime)
+        self.config = config
+
+    @property
+    def enabled(self) -> bool:
+        runtime = self._runtime()
+        return runtime is not None and runtime.enabled
+
+    def _enabled_runtime(self) -> Runtime:
+        runtime = self._runtime()
+        if runtime is None or not runtime.enabled:
+            raise OffloadError("this offload was disabled, or its pipeline is gone; call greenroom.offload again")
+        return runtime
+
+    def report(self) -> Report:
+        """What is where, and what was moved so far.
+
+        Raises:
+            OffloadError: the offload is no longer enabled.
+        """
+        return report_of(self._enabled_runtime())
+
+    def disable(self) -> None:
+        """Undoes the offload: hooks, placement and memory are as they were before. Harmless when done already.
+
+        Raises:
+            OffloadError: a call of the pipeline is running.
+        """
+        runtime = self._runtime()
+        if runtime is None or not runtime.enabled:
+            return
+        with runtime.occupancy.lock:
+            if runtime.occupancy.busy():
+                raise OffloadError("disable() was called from inside a component; call it between two calls")
+            release(self._pipeline(), runtime)
+
+    @contextlib.contextmanager
+    def materialized(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Inside the block, the tensors of `module` hold their values on the device, in memory of their own.
+
+        What is changed in place is written back to the host when the block ends.
+        """
+        runtime = self._enabled_runtime()
+        with runtime.occupancy.lock, runtime.materialized(module):
+            yield module
+
+    def rescan(self) -> None:
+        """Looks at the pipeline again after its modules were edited: adapters loaded, layers or weights replaced.
+
+        Raises:
+            OffloadError: the pipeline is gone, or a call is running.
+        """
+        from greenroom.api import offload
+
+        pipeline = self._pipeline()
+        runtime = self._enabled_runtime()
+        if pipeline is None:
+            raise OffloadError("the pipeline of this offload is gone")
+        device = runtime.accelerator.device
+        self.disable()
+        renewed = offload(pipeline, self.config, device=device)
+        self._runtime = renewed._runtime
+
+    def __repr__(self) -> str:
+        return (
+            f"<greenroom offload of {type(self._pipeline()).__name__}>\n{self.report()}"
+            if self.enabled
+            else ("<greenroom offload, disabled>")
+        )
+
+
+def release(pipeline: Any, runtime: Runtime) -> None:
+    """Takes the runtime off the pipeline."""
+    runtime.disable()
+    if pipeline is not None:
+        hook = pipeline.__dict__.get("maybe_free_model_hooks")
+        if getattr(hook, "greenroom", None) is not None:
+            del pipeline.__dict__["maybe_free_model_hooks"]
+
+
+def report_of(runtime: Runtime) -> Report:
+    components = []
+    always = runtime.stream.arena_bytes
+    swapped: dict[str, int] = {}
+    for part in runtime.parts:
+        resident = sum(u.nbytes for u in (part.pinned_down,))
+        if part.placement == "swap":
+            moved = part.rest.nbytes + sum(u.nbytes for u in part.blocks)
+            swapped[part.group] = swapped.get(part.group, 0) + moved
+        else:
+            streamed = part.track.streamed if part.track else []
+            moved = sum(b.unit.nbytes for b in streamed)
+            resident += part.rest.nbytes + sum(u.nbytes for u in part.blocks) - moved
+        always += resident
+        components.append(
+            ComponentReport(
+                name=part.name,
+                role=part.role,
+                placement=part.placement,
+                weights=part.nbytes,
+                resident=resident,
+                moved=moved,
+                blocks=len(part.blocks),
+                streamed_blocks=len(part.track.streamed) if part.track else 0,
+            )
+        )
+    companions = swapped.pop("companion", 0)
+    return Report(
+        strategy=runtime.strategy.value,
+        device=str(runtime.accelerator.device),
+        components=tuple(components),
+        arena=runtime.stream.arena_bytes,
+        pinned=runtime.pinned_bytes,
+        pageable=runtime.unpinned_bytes,
+        device_weights=always + max(swapped.values(), default=0) + companions,
+        copied=runtime.copier.copied_bytes,
+        misses=runtime.stream.misses,
+    )
+
+
+__all__ = ["ComponentReport", "Handle", "Report"]

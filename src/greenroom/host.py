@@ -1,0 +1,285 @@
+"""Host masters: the one authoritative copy of every offloaded tensor.
+
+A `HostUnit` is a set of tensors that travel together: one transformer block, or all that a component holds outside
+its blocks. Its values live in one packed slab of host memory, page-locked where the configuration says so, in which
+tensors of one dtype lie side by side. A device buffer of the same size with the same layout can stand in for the
+slab, so that a whole block moves in one flat copy and its tensors are rebound with views prepared beforehand.
+
+Note [A released tensor is its master]
+    While a unit is off the device, each of its Parameter and buffer objects points at the master itself. So
+    `state_dict()` and `save_pretrained()` give real values at any time, an edit in place (LoRA fusing, scaling) edits
+    the master, `dtype` and `shape` answer as ever, and a computation that reads it by mistake meets a host tensor
+    and raises. The objects keep their identity throughout: only what they point at changes.
+
+Note [Masters are never copied back]
+    Releasing a unit drops the device bytes. Only a tensor that was changed on the device is written back: its
+    version counter moved since it was bound, or something else was put in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Tensors start at multiples of this many bytes inside a slab: as aligned as a separate allocation is on the CPU and
+# enough for every vectorised kernel, which matters for equal results, since kernels pick their path by alignment.
+ALIGNMENT = 64
+
+Alloc = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one tensor lies in the slab of its unit; offset and span in bytes, the rest in elements."""
+
+    offset: int
+    span: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, slab: torch.Tensor) -> torch.Tensor:
+        flat = slab[self.offset : self.offset + self.span].view(self.dtype)
+        return flat.as_strided(self.size, self.stride)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the byte after the last that `tensor` touches in its storage."""
+    if tensor.numel() == 0:
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        return start, start
+    start = int(tensor.storage_offset())
+    stop = start + 1 + sum((int(n) - 1) * int(s) for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return start * tensor.element_size(), stop * tensor.element_size()
+
+
+def alias_groups(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Distinct tensor objects in groups that share bytes; a tensor that shares none is a group of its own.
+
+    Tensors that lie side by side in one storage without touching each other are not aliases.
+    """
+    unique = list({id(t): t for t in tensors}.values())
+    by_storage: dict[tuple[str, int], list[torch.Tensor]] = {}
+    groups: list[list[torch.Tensor]] = []
+    for tensor in unique:
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            groups.append([tensor])
+        else:
+            key = (str(tensor.device), tensor.untyped_storage().data_ptr())
+            by_storage.setdefault(key, []).append(tensor)
+    for sharing in by_storage.values():
+        sharing.sort(key=extent)
+        end = -1
+        for tensor in sharing:
+            start, stop = extent(tensor)
+            if start < end:
+                groups[-1].append(tensor)
+            else:
+                groups.append([tensor])
+            end = max(end, stop)
+    return groups
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that `tensors` hold, shared bytes counted once."""
+    total = 0
+    for group in alias_groups(tensors):
+        total += max(extent(t)[1] for t in group) - min(extent(t)[0] for t in group)
+    return total
+
+
+def module_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Every Parameter and buffer object of `module`, persistent or not, each once."""
+    seen: set[int] = set()
+    for child in module.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+class HostUnit:
+    """Tensors that travel together, with their packed master.
+
+    Until `adopt` is called the tensors are untouched. The unit holds the tensor objects and never a module, so that
+    hooks which hold a unit make no reference cycle with the module they sit on.
+
+    Args:
+        name: dotted path for reports, such as "transformer.blocks.3".
+        tensors: Parameter and buffer objects; ties and overlapping views are found and stored once.
+    """
+
+    def __init__(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        self.name = name
+        self.layout = 0
+        """Counts the layouts that the slab has had: views made for an earlier one no longer fit."""
+        self.master: torch.Tensor | None = None
+        self.pinned = False
+        self._origin: list[torch.device] = []
+        self._lay_out(alias_groups(tensors))
+        self._master_views: list[torch.Tensor] = []
+        self._master_at: list[int] = []
+        self._bound: Sequence[torch.Tensor] | None = None
+        self._bound_at: Sequence[int] = ()
+        self._versions: list[int] = []
+        # Tensors made under inference_mode keep no version counter: a replaced one is noticed, an edited one is not.
+        self.versioned = not any(t.is_inference() for t in self.tensors)
+
+    def _lay_out(self, groups: list[list[torch.Tensor]]) -> None:
+        # Segments by dtype, the widest first, so that padding appears only where two dtypes meet or a tensor is odd.
+        groups = sorted(groups, key=lambda g: (-g[0].element_size(), str(g[0].dtype)))
+        self.tensors: list[torch.Tensor] = []
+        self._places: list[_Place] = []
+        self._groups: list[tuple[int, int, range]] = []  # offset, span, indices of the members
+        offset = 0
+        self.weight_bytes = 0
+        for group in groups:
+            base = min(extent(t)[0] for t in group)
+            span = max(extent(t)[1] for t in group) - base
+            first = len(self.tensors)
+            for tensor in group:
+                start, stop = extent(tensor)
+                self.tensors.append(tensor)
+                self._places.append(
+                    _Place(
+                        offset + start - base,
+                        stop - start,
+                        tensor.dtype,
+                        tuple(tensor.size()),
+                        tuple(tensor.stride()),
+                    )
+                )
+            self._groups.append((offset, span, range(first, len(self.tensors))))
+            self.weight_bytes += span
+            offset += -(-span // ALIGNMENT) * ALIGNMENT
+        self.nbytes = offset
+        """Size of the slab in bytes, the padding between tensors included."""
+
+    # ------------------------------------------------------------------ taking over and giving back
+
+    def adopt(self, allocate: Alloc, *, pinned: bool) -> None:
+        """Copies the values into a new slab and points the tensors at it; their old memory is then free to go.
+
+        Raises:
+            RuntimeError: `allocate` failed; nothing was changed.
+        """
+        slab = allocate(self.nbytes)
+        with torch.inference_mode(False), torch.no_grad():
+            views = self.views(slab)
+            for tensor, view in zip(self.tensors, views, strict=True):
+                view.copy_(tensor.detach())
+            self._origin = [t.device for t in self.tensors]
+            self.master, self.pinned = slab, pinned
+            self._set_master_views(views)
+            for tensor, view in zip(self.tensors, views, strict=True):
+                tensor.data = view
+
+    def _set_master_views(self, views: list[torch.Tensor]) -> None:
+        self._master_views = views
+        self._master_at = [v.data_ptr() for v in views]
+
+    def restore(self) -> None:
+        """Gives each tensor memory of its own again, where it was before `adopt`; ties and strides are kept."""
+        if self.master is None:
+            return
+        self.release()
+        self.absorb()
+        with torch.inference_mode(False), torch.no_grad():
+            for offset, span, members in self._groups:
+                if not members:
+                    continue
+                device = self._origin[members[0]]
+                own = torch.empty(span, dtype=torch.uint8, device=device)
+                own.copy_(self.master[offset : offset + span])
+                for i in members:
+                    place = self._places[i]
+                    at = place.offset - offset
+                    flat = own[at : at + place.span].view(place.dtype)
+                    self.tensors[i].data = flat.as_strided(place.size, place.stride)
+        self.master = None
+        self._set_master_views([])
+
+    # ------------------------------------------------------------------ binding
+
+    def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """The unit's tensors as views of `slab`, uint8 with at least `nbytes` elements, in the order of `tensors`."""
+        with torch.inference_mode(False):
+            return [place.view(slab) for place in self._places]
+
+    def bind(self, views: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        """Points the tensors at `views`, whose data_ptrs are `addresses`."""
+        self._bound, self._bound_at = views, addresses
+        tensors = self.tensors
+        for tensor, view in zip(tensors, views):  # noqa: B905 - hot path, lengths are equal by construction
+            tensor.data = view
+        self._versions = [t._version for t in tensors] if self.versioned else [0] * len(tensors)
+
+    def release(self) -> None:
+        """Points the tensors at the master again, after writing back what was changed on the device."""
+        if self._bound is None:
+            return
+        versions = [t._version for t in self.tensors] if self.versioned else self._versions
+        addresses = [t.data_ptr() for t in self.tensors]
+        if versions != self._versions or addresses != self._bound_at:
+            expected = list(zip(versions, self._versions, addresses, self._bound_at, strict=True))
+            for tensor, (version, was, address, at) in zip(list(self.tensors), expected, strict=True):
+                if version != was or address != at:
+                    self._write_back(tensor)
+        for tensor, view in zip(self.tensors, self._master_views):  # noqa: B905 - hot path
+            tensor.data = view
+        self._bound = None
+
+    @property
+    def bound(self) -> bool:
+        return self._bound is not None
+
+    # ------------------------------------------------------------------ edits
+
+    def _write_back(self, tensor: torch.Tensor) -> None:
+        i = next(k for k, t in enumerate(self.tensors) if t is tensor)
+        with torch.inference_mode(False), torch.no_grad():
+            value = tensor.detach()
+            if _same_layout(value, self._places[i]):
+                self._master_views[i].copy_(value)
+            else:
+                self._repack(i, value.cpu())
+
+    @property
+    def edited(self) -> bool:
+        """Whether a released tensor was given other memory than its master (an assignment to `.data`, a cast)."""
+        return [t.data_ptr() for t in self.tensors] != self._master_at
+
+    def absorb(self) -> bool:
+        """Takes values that were put in place of a master while the unit was released; True if there were any."""
+        changed = [t for t, at in zip(self.tensors, self._master_at, strict=True) if t.data_ptr() != at]
+        for tensor in changed:
+            self._write_back(tensor)
+        for tensor, view in zip(self.tensors, self._master_views, strict=True):
+            tensor.data = view
+        return bool(changed)
+
+    def _repack(self, i: int, value: torch.Tensor) -> None:
+        """Gives tensor `i` a place of its own outside the slab's old layout: its dtype, shape or strides changed."""
+        assert self.master is not None
+        old, old_places = self.master, self._places
+        stand_ins = [value if j == i else place.view(old) for j, place in enumerate(old_places)]
+        tensors = self.tensors
+        origin = {id(t): d for t, d in zip(tensors, self._origin, strict=True)}
+        by_stand_in = {id(s): t for s, t in zip(stand_ins, tensors, strict=True)}
+        self._lay_out(alias_groups(stand_ins))
+        order = self.tensors
+        slab = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+        views = self.views(slab)
+        for view, stand_in in zip(views, order, strict=True):
+            view.copy_(stand_in)
+        self.tensors = [by_stand_in[id(s)] for s in order]
+        self._origin = [origin[id(t)] for t in self.tensors]
+        self.master = slab
+        self.layout += 1
+        self._set_master_views(views)
+
+
+def _same_layout(value: torch.Tensor, place: _Place) -> bool:
+    return value.dtype == place.dtype and tuple(value.size()) == place.size and tuple(value.stride()) == place.stride

@@ -1,0 +1,1 @@
+"""The strategies: what moves when. Only this room changes a module."""

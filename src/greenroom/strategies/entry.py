@@ -1,0 +1,314 @@
+"""The doors of a component: every way in which a pipeline enters it, and what happens there.
+
+A pipeline calls more than `forward`: `vae.decode`, `text_encoder.generate`, a child of the encoder directly. Each of
+these is a door. Before anything computes behind a door, the component is brought in, and the inputs are brought to
+the device: pipelines place some of them by asking a released module where it is.
+
+Note [No reference cycles]
+    What is hung on a module holds that module only weakly. A pipeline that is deleted is then freed at once, not
+    when the garbage collector comes by.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+# Methods that compute. Setters and switches (enable_tiling, set_attn_processor) are none of our business.
+_COMPUTES = re.compile(
+    r"(encode|decode|tiled_|spatial_tiled|temporal_tiled|generate|sample|embed|quantize|forward_|get_\w+_features|"
+    r"get_\w+_embeddings?|vision_|language_|denoise|predict|apply_)"
+)
+
+
+class Occupancy:
+    """Who is inside which component. One thread computes at a time; others wait at the door.
+
+    The threads would share one set of device buffers otherwise, and each would overwrite what the other reads.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.inside: list[Door] = []
+
+    def enter(self, door: Door) -> None:
+        self.lock.acquire()
+        if self.inside:
+            self._heal()
+        self.inside.append(door)
+
+    def leave(self, door: Door) -> bool:
+        """False if `door` was never entered: its component could not be brought in."""
+        if door not in self.inside:
+            return False
+        while self.inside:
+            last = self.inside.pop()
+            self.lock.release()
+            if last is door:
+                break
+        return True
+
+    def busy(self) -> bool:
+        """Whether a component is computing, on this thread or, if the lock was taken by the caller, on any."""
+        if self.inside:
+            self._heal()
+        return bool(self.inside)
+
+    def _heal(self) -> None:
+        """Forgets those who left without a word: KeyboardInterrupt and the like run no forward hooks."""
+        live = set()
+        frame = sys._getframe()
+        while frame is not None:
+            if "self" in frame.f_locals:
+                live.add(id(frame.f_locals["self"]))
+            frame = frame.f_back  # type: ignore[assignment]
+        kept = [d for d in self.inside if id(d.module()) in live or d.serving]
+        for _ in range(len(self.inside) - len(kept)):
+            self.lock.release()
+        self.inside[:] = kept
+
+
+class Door:
+    """All doors of one component.
+
+    Args:
+        module: the component.
+        owner: who the component is to its runtime; told apart by identity.
+        device: where inputs go and computation happens.
+        occupancy: shared by the doors of a pipeline.
+        on_enter: called before the component computes, with the name of the door ("forward", "decode", ...).
+        on_leave: called when it has, or has failed; told the name, and whether it failed.
+        children: also guard the component's children, for pipelines that call them directly.
+        methods: further methods to guard, beside those whose names say that they compute.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        owner: object,
+        device: torch.device,
+        occupancy: Occupancy,
+        on_enter: Callable[[str], None],
+        on_leave: Callable[[str, bool], None],
+        *,
+        children: bool = False,
+        methods: Sequence[str] = (),
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.owner = owner
+        self.device = device
+        self.occupancy = occupancy
+        self.on_enter = on_enter
+        self.on_leave = on_leave
+        self.serving = 0  # guarded methods that are running
+        self._handles: list[Any] = []
+        self._methods: list[str] = []
+        self._had_hook = "_hf_hook" in module.__dict__
+        self._old_hook = module.__dict__.get("_hf_hook")
+        self._install(module, children, methods)
+
+    def _install(self, module: nn.Module, children: bool, methods: Sequence[str]) -> None:
+        self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+        for name in sorted({*_computing_methods(type(module)), *methods}):
+            self._guard(module, name)
+        if children:
+            for child in _callable_children(module):
+                self._handles.append(
+                    child.register_forward_pre_hook(self._before_child, prepend=True, with_kwargs=True)
+                )
+        module._hf_hook = ExecutionHook(self)  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Takes everything off the module again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        module = self.module()
+        if module is None:
+            return
+        for name in self._methods:
+            module.__dict__.pop(name, None)
+        self._methods.clear()
+        hook = module.__dict__.get("_hf_hook")
+        if isinstance(hook, ExecutionHook) and hook.door() is self:
+            if self._had_hook:
+                module._hf_hook = self._old_hook  # type: ignore[assignment]
+            else:
+                del module._hf_hook
+
+    # ------------------------------------------------------------------ the doors
+
+    def enter(self, name: str) -> None:
+        self.occupancy.enter(self)
+        try:
+            self.on_enter(name)
+        except BaseException:
+            self.occupancy.leave(self)
+            raise
+
+    def leave(self, name: str, failed: bool) -> None:
+        if self.occupancy.leave(self):
+            self.on_leave(name, failed)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.enter("forward")
+        return self._moved(args, kwargs)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        # An always-called hook is given no output when forward has raised.
+        self.leave("forward", output is None)
+
+    def _before_child(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.occupancy.inside and self.occupancy.inside[-1] is self:
+            return None  # called from inside the component
+        with self.occupancy.lock:
+            self.on_enter("child")
+        return self._moved(args, kwargs)
+
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        moved_args, moved_kwargs = to_device(args, self.device), to_device(kwargs, self.device)
+        if moved_args is args and moved_kwargs is kwargs:
+            return None
+        return moved_args, moved_kwargs
+
+    def _guard(self, module: nn.Module, name: str) -> None:
+        """Puts a guarded method on the instance, over the one of its class; the class is not touched."""
+        original = inspect.getattr_static(type(module), name, None)
+        if not callable(original) or isinstance(original, staticmethod | classmethod) or name in module.__dict__:
+            return
+        door = self
+        reference = self.module
+
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            this = reference()
+            assert this is not None, "a method outlived its module"
+            door.enter(name)
+            door.serving += 1
+            failed = True
+            try:
+                args, kwargs = door._moved(args, kwargs) or (args, kwargs)
+                result = MethodType(original, this)(*args, **kwargs)
+                failed = False
+                return result
+            finally:
+                door.serving -= 1
+                door.leave(name, failed)
+
+        # As a bound method would show itself: without `self`.
+        parameters = list(inspect.signature(original).parameters.values())[1:]
+        guarded.__signature__ = inspect.signature(original).replace(parameters=parameters)  # type: ignore[attr-defined]
+        module.__dict__[name] = guarded
+        self._methods.append(name)
+
+
+class ExecutionHook:
+    """What diffusers looks for to learn where a component computes (`pipe._execution_device`).
+
+    Shaped like a hook of accelerate, and of none of its classes, so that nobody takes it for accelerate's offloading.
+    """
+
+    greenroom = True
+    no_grad = False
+
+    def __init__(self, door: Door) -> None:
+        self.door = weakref.ref(door)
+        self.execution_device = door.device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Called by pipelines that are about to use a part of the component that is not its forward."""
+        door = self.door()
+        if door is not None:
+            with door.occupancy.lock:
+                door.on_enter("child")
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def _computing_methods(cls: type[nn.Module]) -> list[str]:
+    """Public methods of the model's own classes whose names say that they compute."""
+    names = []
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for name, member in vars(base).items():
+            if _COMPUTES.match(name) and inspect.isfunction(member):
+                names.append(name)
+    return names
+
+
+def _callable_children(module: nn.Module, depth: int = 2) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _callable_children(child, depth) if depth > 1 else []
+        else:
+            found.append(child)
+            if depth > 1:
+                found += _callable_children(child, depth - 1)
+    return found
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor in it on `device`; the same object where nothing had to move.
+
+    Tuples, lists, mappings, dataclasses and model outputs are entered. Tensors without dimensions stay: they compute
+    with tensors of any device, and moving one would make the host wait for the device.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device == device or value.dim() == 0 or value.device.type == "meta":
+            return value
+        return value.to(device, non_blocking=True)
+    if isinstance(value, list | tuple):
+        moved = [to_device(v, device) for v in value]
+        if all(a is b for a, b in zip(moved, value, strict=True)):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*moved)
+        return type(value)(moved)
+    if isinstance(value, Mapping):
+        moved_items = {k: to_device(v, device) for k, v in value.items()}
+        if all(moved_items[k] is v for k, v in value.items()):
+            return value
+        if type(value) is dict:
+            return moved_items
+        try:
+            copied = value.copy()  # type: ignore[attr-defined]
+            for k, v in moved_items.items():
+                copied[k] = v
+            return copied
+        except (AttributeError, TypeError):
+            return moved_items
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {}
+        for f in fields(value):
+            old = getattr(value, f.name, None)
+            new = to_device(old, device)
+            if new is not old:
+                changes[f.name] = new
+        if changes:
+            value = copy.copy(value)
+            for k, v in changes.items():
+                object.__setattr__(value, k, v)
+    return value

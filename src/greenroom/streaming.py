@@ -1,0 +1,522 @@
+"""Moving units onto the device: flat copies on a stream of their own, and the ring through which blocks pass.
+
+Note [When a block may compute, when its bytes may be overwritten]
+    A copy is followed by its `ready` event on the copy stream, and the compute stream waits for it before the
+    first kernel of the block. After the last kernel of the block a `free` event is recorded on the compute stream,
+    and the copy stream waits for it before it writes the same bytes again. Both waits happen on the device: in
+    the steady state the host enqueues and goes on. Copies are serial on one stream, so a block that was fetched and
+    never used needs no event before its bytes are overwritten.
+
+Note [An unexpected order is never wrong]
+    What comes next is a guess. A block that was not fetched, because the forward skipped, repeated or reordered
+    blocks, because an exception or a second caller came in between, is copied at once and computes as soon as that
+    copy is done: one exposed copy, the right values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from greenroom.accelerator import Accelerator
+from greenroom.errors import OffloadError
+from greenroom.host import HostUnit
+
+# Forwards after which a call that nobody ends is no longer recorded.
+_LONGEST_CALL = 10_000
+
+
+class DeviceCopy:
+    """A whole unit in a device buffer of its own, for as long as this object lives."""
+
+    def __init__(self, unit: HostUnit, buffer: torch.Tensor, ready: Any) -> None:
+        self.unit = unit
+        self.buffer = buffer
+        self.ready = ready
+        self.layout = unit.layout
+        self.views = unit.views(buffer)
+        self.addresses = [v.data_ptr() for v in self.views]
+
+
+class Copier:
+    """The copy stream, and copies of whole units into buffers of their own."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.stream = accelerator.new_stream()
+        self.copied_bytes = 0
+        self.copies = 0
+
+    def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> None:
+        """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it."""
+        assert unit.master is not None
+        with self.stream:
+            buffer.copy_(unit.master, non_blocking=True)
+        ready.record(self.stream)
+        self.copied_bytes += unit.nbytes
+        self.copies += 1
+
+    def load(self, units: Sequence[HostUnit]) -> list[DeviceCopy]:
+        """Brings units in and binds them; the compute stream waits for the copies, the host does not.
+
+        Raises:
+            torch.OutOfMemoryError: not all fit; none is bound and what was allocated is free again.
+        """
+        accelerator = self.accelerator
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units:
+                if unit.edited:
+                    unit.absorb()
+            # Allocated before anything is enqueued, so that a failure leaves nothing in flight.
+            buffers = [accelerator.empty(unit.nbytes) for unit in units]
+            # The memory may still be in use by earlier work of the compute stream, to which the allocator gave it.
+            allocated = accelerator.new_event()
+            allocated.record(accelerator.current_stream())
+            self.stream.wait_event(allocated)
+            copies = []
+            for unit, buffer in zip(units, buffers, strict=True):
+                copy = DeviceCopy(unit, buffer, accelerator.new_event())
+                self.fill(buffer, unit, copy.ready)
+                copies.append(copy)
+            # Also what makes it safe to free the buffers in the order of the compute stream.
+            compute = accelerator.current_stream()
+            for copy in copies[-1:]:
+                compute.wait_event(copy.ready)
+            for copy in copies:
+                copy.unit.bind(copy.views, copy.addresses)
+        return copies
+
+    def drop(self, copies: list[DeviceCopy]) -> None:
+        """Releases units that `load` brought in and frees their device memory."""
+        for copy in copies:
+            copy.unit.release()
+        copies.clear()
+
+
+class _Stay:
+    """One stay of a block in the arena, from its copy to the moment its bytes are taken again."""
+
+    __slots__ = ("block", "free", "ready", "start", "stop", "used", "views", "wanted")
+
+    def __init__(self, block: StreamedBlock, start: int, stop: int, ready: Any, free: Any) -> None:
+        self.block = block
+        self.start = start
+        self.stop = stop
+        self.ready = ready
+        self.free = free
+        self.used = False  # `free` was recorded
+        self.wanted = True  # fetched for a use that is still expected
+        self.views: tuple[list[torch.Tensor], list[int]] = ([], [])
+
+
+class StreamedBlock:
+    """A block of a track: in the arena for a while, or fixed in a buffer of its own."""
+
+    __slots__ = ("_layout", "_views", "fixed", "index", "stay", "track", "unit", "versions")
+
+    def __init__(self, unit: HostUnit, track: Track, index: int) -> None:
+        self.unit = unit
+        self.track = track
+        self.index = index
+        self.stay: _Stay | None = None
+        self.fixed: DeviceCopy | None = None
+        self.versions: list[int] = []
+        self._views: dict[int, tuple[torch.Tensor, list[torch.Tensor], list[int]]] = {}
+        self._layout = unit.layout
+
+    def views_at(self, arena: torch.Tensor, start: int) -> tuple[torch.Tensor, list[torch.Tensor], list[int]]:
+        """The bytes, the tensors and their addresses for a stay at `start`; made once for each place."""
+        if self._layout != self.unit.layout:
+            self._views.clear()
+            self._layout = self.unit.layout
+        found = self._views.get(start)
+        if found is None:
+            with torch.inference_mode(False):
+                flat = arena[start : start + self.unit.nbytes]
+                views = self.unit.views(flat)
+            found = self._views[start] = (flat, views, [v.data_ptr() for v in views])
+        return found
+
+    def forget_views(self) -> None:
+        self._views.clear()
+
+
+class Track:
+    """The streamed blocks of one component in the order in which its forward runs them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.blocks: list[StreamedBlock] = []
+        self.order: list[StreamedBlock] = []
+        self.position: dict[StreamedBlock, int] = {}
+        self.held: list[list[StreamedBlock]] = []
+        self._seen: list[StreamedBlock] = []
+
+    def expect(self, order: list[StreamedBlock]) -> None:
+        """Sets the order in which the next forward is expected to run the blocks."""
+        self.order = order
+        self.position = {block: i for i, block in enumerate(order)}
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.held.clear()
+        self.begin()
+        self.expect([])
+
+    @property
+    def streamed(self) -> list[StreamedBlock]:
+        return [b for b in self.blocks if b.fixed is None]
+
+    def begin(self) -> None:
+        self._seen = []
+
+    def saw(self, block: StreamedBlock) -> None:
+        self._seen.append(block)
+
+    def finish(self) -> None:
+        """Learns from a finished forward: an order that the expected one does not contain replaces it.
+
+        A forward that only skipped blocks teaches nothing, since the next one may run them again.
+        """
+        seen = list(dict.fromkeys(self._seen))
+        if not _is_subsequence(seen, self.order):
+            missing = [b for b in self.order if b not in set(seen)]
+            self.expect(seen + missing)
+
+
+def _is_subsequence(part: list[StreamedBlock], whole: list[StreamedBlock]) -> bool:
+    rest = iter(whole)
+    return all(any(b is w for w in rest) for b in part)
+
+
+class BlockStream:
+    """The ring: one arena on the device through which the blocks of all tracks pass in the order of use.
+
+    Args:
+        copier: the copy stream to use.
+        arena_bytes: size of the arena; two of the largest block make it a double buffer.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
+        self.accelerator = copier.accelerator
+        self.tracks: list[Track] = []
+        self.arena: torch.Tensor | None = None
+        self.arena_bytes = 0
+        self.misses = 0
+        self._stays: deque[_Stay] = deque()
+        self._head = 0
+        self._last: StreamedBlock | None = None  # last one fetched or used: the guess continues after it
+        self._events: list[Any] = []
+        self._history: list[Track] = []  # tracks in the order of their forwards in the previous call
+        self._calls: list[Track] = []  # the same for the call that is running
+        self._as_before = True  # whether this call has gone like the previous one so far
+
+    # ------------------------------------------------------------------ building
+
+    def add_track(self, name: str, units: Sequence[HostUnit]) -> Track:
+        track = Track(name)
+        track.blocks = [StreamedBlock(unit, track, i) for i, unit in enumerate(units)]
+        track.expect(list(track.blocks))
+        self.tracks.append(track)
+        return track
+
+    def open(self, arena_bytes: int) -> None:
+        """Allocates the arena, once.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        self.close_arena()
+        with torch.inference_mode(False):
+            self.arena = self.accelerator.empty(arena_bytes)
+        self.arena_bytes = arena_bytes
+        fresh = self.accelerator.new_event()
+        fresh.record(self.accelerator.current_stream())
+        self.copier.stream.wait_event(fresh)
+
+    def close_arena(self) -> None:
+        """Gives the arena back; every block is released first."""
+        for track in self.tracks:
+            for block in track.blocks:
+                if block.fixed is None:
+                    block.unit.release()
+                block.stay = None
+                block.forget_views()
+        if self.arena is not None:
+            # Freed in the order of the compute stream, which has to be past the copies that are in flight.
+            done = self.accelerator.new_event()
+            done.record(self.copier.stream)
+            self.accelerator.current_stream().wait_event(done)
+        self._stays.clear()
+        self.arena = None
+        self.arena_bytes = 0
+        self._head = 0
+        self._last = None
+
+    def abandon(self) -> None:
+        """Lets go of everything, for when the modules are gone: blocks, stays and tracks know each other."""
+        for track in self.tracks:
+            for block in track.blocks:
+                block.stay = None
+                block.fixed = None
+                block.forget_views()
+            track.clear()
+        self.tracks.clear()
+        self._stays.clear()
+        self._history, self._calls = [], []
+        self._last = None
+        self.arena = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was fetched since the ring was opened or the last call ended."""
+        return self._last is None
+
+    @property
+    def streamed(self) -> list[StreamedBlock]:
+        return [b for t in self.tracks for b in t.streamed]
+
+    # ------------------------------------------------------------------ the two ends of a block
+
+    def enter(self, block: StreamedBlock) -> None:
+        """Called before a block's forward: when it returns, kernels that read its weights may be enqueued."""
+        if block.fixed is not None:
+            return
+        stay = block.stay
+        if stay is not None and self._is_stale(block):
+            self._forget(stay)
+            stay = None
+        if stay is None:
+            self.misses += 1
+            ahead = [s for s in self._stays if s.wanted]
+            # The one expected next keeps its place if it may still come, as it does behind an optional block.
+            spared = ahead[:1] if ahead and ahead[0].block.track is block.track else []
+            for other in ahead[len(spared) :]:
+                other.wanted = False
+            stay = self._fetch(block, spared=spared)
+            self._last = block
+            surprised = True
+        else:
+            surprised = self._skip_to(stay)
+        stay.wanted = False
+        self.accelerator.current_stream().wait_event(stay.ready)
+        block.unit.bind(*stay.views)
+        block.track.saw(block)
+        if surprised:
+            self.pump()
+
+    def leave(self, block: StreamedBlock) -> None:
+        """Called after a block's forward, also after a failed one: its bytes are free when its kernels are done."""
+        stay = block.stay
+        if block.fixed is not None or stay is None:
+            return
+        block.unit.release()
+        stay.free.record(self.accelerator.current_stream())
+        stay.used = True
+        self.pump()
+
+    # ------------------------------------------------------------------ prefetch
+
+    def begin_forward(self, track: Track) -> None:
+        """Called before a component's forward. Heals what an interrupted forward left bound."""
+        for stay in list(self._stays):
+            if stay.block.stay is stay and stay.block.unit.bound:
+                self.leave(stay.block)
+        n = len(self._calls)
+        self._as_before = self._as_before and n < len(self._history) and self._history[n] is track
+        if n >= _LONGEST_CALL:  # nobody says where a call ends
+            self._calls.clear()
+            self._as_before = False
+        self._calls.append(track)
+        track.begin()
+
+    def end_forward(self, track: Track) -> None:
+        """Called after a component's forward that did not fail."""
+        track.finish()
+
+    def prime(self) -> None:
+        """Fetches what the next forward starts with, as far as the arena has room."""
+        self.pump()
+
+    def end_call(self) -> None:
+        """The pipeline's call is over. What was fetched ahead is given up: weights may be edited between calls."""
+        for block in self.streamed:
+            if block.stay is not None and not block.unit.bound:
+                self._forget(block.stay)
+        self._history, self._calls = self._calls, []
+        self._as_before = True
+        self._last = None
+
+    def pump(self) -> None:
+        """Fetches expected blocks for as long as the arena has room for them."""
+        if self.arena is None:
+            return
+        while (block := self._after(self._last)) is not None:
+            stay = block.stay
+            if stay is not None:
+                if stay.wanted or block.unit.bound:
+                    return  # everything that is streamed is in the arena already
+                self._forget(stay)
+            place = self._open_place(block.unit)
+            if place is None:
+                return
+            self._copy_in(block, place)
+            self._last = block
+
+    def _after(self, last: StreamedBlock | None) -> StreamedBlock | None:
+        """The streamed block that is expected after `last`."""
+        if last is not None:
+            following = _first_streamed(last.track.order, last.track.position[last] + 1)
+            if following is not None:
+                return following
+        track = self._next_track(None if last is None else last.track)
+        return None if track is None else _first_streamed(track.order)
+
+    def _next_track(self, current: Track | None) -> Track | None:
+        """The track whose forward is expected next: as in the previous call, else the same one again."""
+        n = len(self._calls)
+        if self._as_before and n < len(self._history):
+            return self._history[n]
+        if current is not None:
+            return current
+        return next((t for t in self.tracks if _first_streamed(t.order) is not None), None)
+
+    # ------------------------------------------------------------------ places in the arena
+
+    def _fetch(self, block: StreamedBlock, *, spared: Sequence[_Stay]) -> _Stay:
+        """Copies a block that is needed now, over anything but a computing block and, if possible, `spared`."""
+        unit = block.unit
+        if unit.edited:
+            unit.absorb()
+        if unit.nbytes > self.arena_bytes:
+            self.open(2 * unit.nbytes)  # only after an edit that made a block larger than any before
+        starts = (self._head, 0, *(s.start for s in self._stays), *(s.stop for s in self._stays))
+        for sparing in (spared, ()):
+            for start in starts:
+                stop = start + unit.nbytes
+                over = [s for s in self._stays if s.start < stop and start < s.stop]
+                if stop <= self.arena_bytes and not any(_computes(s) or s in sparing for s in over):
+                    return self._copy_in(block, start)
+        raise OffloadError(
+            f"no room in the arena of {self.arena_bytes} bytes for {unit.name} ({unit.nbytes} bytes) while "
+            f"others compute: blocks that run inside each other cannot both be streamed"
+        )
+
+    def _open_place(self, unit: HostUnit) -> int | None:
+        """Where the next block in turn goes, or None while what lies there is still needed."""
+        if unit.edited:
+            unit.absorb()
+        start = self._head if self._head + unit.nbytes <= self.arena_bytes else 0
+        stop = start + unit.nbytes
+        if stop > self.arena_bytes:
+            return None
+        taken = any(s.start < stop and start < s.stop and (s.wanted or _computes(s)) for s in self._stays)
+        return None if taken else start
+
+    def _copy_in(self, block: StreamedBlock, start: int) -> _Stay:
+        """Enqueues the copy of `block` to `start`, behind the last use of the bytes there."""
+        assert self.arena is not None
+        unit = block.unit
+        stop = start + unit.nbytes
+        keep: deque[_Stay] = deque()
+        for other in self._stays:
+            if other.start < stop and start < other.stop:
+                if other.used:
+                    self.copier.stream.wait_event(other.free)
+                if other.block.stay is other:
+                    other.block.stay = None
+                self._events += (other.ready, other.free)
+            else:
+                keep.append(other)
+        stay = _Stay(block, start, stop, self._event(), self._event())
+        flat, views, addresses = block.views_at(self.arena, start)
+        stay.views = (views, addresses)
+        self.copier.fill(flat, unit, stay.ready)
+        block.versions = [t._version for t in unit.tensors] if unit.versioned else []
+        block.stay = stay
+        keep.append(stay)
+        self._stays = keep
+        self._head = stop
+        return stay
+
+    def _event(self) -> Any:
+        return self._events.pop() if self._events else self.accelerator.new_event()
+
+    def _skip_to(self, stay: _Stay) -> bool:
+        """Gives up what was fetched before `stay`; True if what was fetched behind it is not what follows it."""
+        behind = None
+        passed = False
+        for other in self._stays:
+            if other is stay:
+                passed = True
+            elif other.wanted:
+                if not passed:
+                    other.wanted = False
+                elif behind is None:
+                    behind = other
+        if behind is None or behind.block is self._after(stay.block):
+            return False
+        for other in self._stays:
+            other.wanted = False
+        self._last = stay.block
+        return True
+
+    def _forget(self, stay: _Stay) -> None:
+        """The block will be copied again before its next use; the bytes stay taken until they are overwritten."""
+        stay.wanted = False
+        stay.block.stay = None
+
+    def _is_stale(self, block: StreamedBlock) -> bool:
+        """Whether the master was edited in place after its copy was enqueued."""
+        unit = block.unit
+        return unit.edited or (unit.versioned and [t._version for t in unit.tensors] != block.versions)
+
+    # ------------------------------------------------------------------ blocks that stay
+
+    def fix(self, blocks: Sequence[StreamedBlock]) -> None:
+        """Gives blocks buffers of their own, in which they stay.
+
+        Raises:
+            torch.OutOfMemoryError: they do not all fit; none is fixed.
+        """
+        blocks = [b for b in blocks if b.fixed is None]
+        for block in blocks:
+            block.unit.release()
+            if block.stay is not None:
+                self._forget(block.stay)
+        for block, copy in zip(blocks, self.copier.load([b.unit for b in blocks]), strict=True):
+            block.fixed = copy
+
+    def unfix(self, blocks: Sequence[StreamedBlock]) -> None:
+        """Lets fixed blocks pass through the arena again and frees their buffers."""
+        for block in blocks:
+            if block.fixed is not None:
+                block.unit.release()
+                block.fixed = None
+
+    def hold(self, track: Track) -> None:
+        """Keeps all blocks of `track` on the device until `unhold`, for a call that runs them many times in a row.
+
+        Raises:
+            torch.OutOfMemoryError: they do not all fit; nothing is held.
+        """
+        loose = [b for b in track.blocks if b.fixed is None]
+        self.fix(loose)
+        track.held.append(loose)
+
+    def unhold(self, track: Track) -> None:
+        if track.held:
+            self.unfix(track.held.pop())
+
+
+def _first_streamed(order: Sequence[StreamedBlock], start: int = 0) -> StreamedBlock | None:
+    return next((b for b in itertools.islice(order, start, None) if b.fixed is None), None)
+
+
+def _computes(stay: _Stay) -> bool:
+    return stay.block.stay is stay and stay.block.unit.bound
