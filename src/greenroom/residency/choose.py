@@ -1,9 +1,10 @@
 """Which blocks stay on the device, and how large the arena is, under a byte budget or a block count.
 
-The step of a forward is at least ``max(C, S)`` (see `ring`). Fewer streamed bytes lower S; what keeps the step at
-the bound is that streamed copy time runs along with compute time everywhere, since an arena of two blocks cannot
-store up a lead. So each candidate arena is filled by a sweep that lets the streamed copy time follow the compute
-time, and the best fills are refined by exchanging blocks, each exchange judged by the simulated ring.
+The step of a forward is at least ``max(C, S)`` (see `ring`). Fewer streamed bytes lower S; what keeps the
+step at the bound is that streamed copy time runs along with compute time everywhere, since an arena of two
+blocks cannot store up a lead. So each candidate arena is filled by a sweep that lets the streamed copy time
+follow the compute time, and the best fills are refined by exchanging blocks, each exchange judged by the
+simulated ring.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from greenroom.residency.ring import MAX_FORWARDS, Block, Ring
 # A search step sees this many forwards; the winner is measured in full.
 _SEARCH_FORWARDS = 8
 _SEARCH_TIGHT = 1e-3
-# Simulated blocks (streamed blocks x forwards) that one choice may cost: bounds its time, not its quality.
-_SEARCH_WORK = 110_000
-# An arena that cannot hold a block in use beside the next one leaves no time to spare for a late copy; it is taken
-# only when it is predicted to be this much faster.
-_ONE_SLOT_GAIN = 0.98
+# Simulated blocks (streamed blocks x forwards) that one choice of up to 60 blocks may cost; longer ones in
+# proportion.
+_SEARCH_WORK = 90_000
+# An arena that cannot hold a block in use beside the next one leaves no time to spare for a late copy; it is
+# taken only when it is predicted to be this much faster.
+_ONE_SLOT_GAIN = 0.985
 # Steps closer than this are equal: then the choice that copies less wins.
 _SAME_STEP = 1e-4
 # A step this close to what no choice can beat ends the search.
 _GOOD_ENOUGH = 1.001
+# Block lists up to this length are searched exhaustively (SDXL's UNet has seven).
+_EXHAUSTIVE = 8
 
 
 @dataclass(frozen=True)
 class Residency:
     """A resident set and its arena.
 
-    resident: block indices, ascending; arena_bytes: 0 when everything is resident; step_s: predicted seconds of a
-    steady forward; bound_s: ``max(C, S)`` of this resident set; device_bytes: residents and arena.
+    resident: block indices, ascending; arena_bytes: 0 when everything is resident; step_s: predicted seconds
+    of a steady forward; bound_s: ``max(C, S)`` of this resident set; device_bytes: residents and arena.
     """
 
     resident: tuple[int, ...]
@@ -122,7 +126,7 @@ class _Task:
         self.total_bytes = sum(self.sizes)
         self.compute_s = sum(self.computes) + gap_s
         self.copy_s = sum(self.copies)
-        self.work = _SEARCH_WORK
+        self.work = _SEARCH_WORK * max(len(blocks), 60) // 60
         self._known: dict[tuple[frozenset[int], int], float] = {}
 
     def step(self, resident: frozenset[int], arena: int, exact: bool = False) -> float:
@@ -141,9 +145,7 @@ class _Task:
 
     def critical(self, candidate: _Candidate) -> list[int]:
         """Streamed blocks on the critical path of a candidate."""
-        ring = Ring(
-            self.sizes, self.copies, self.computes, candidate.resident, candidate.arena, self.gap_s
-        )
+        ring = Ring(self.sizes, self.copies, self.computes, candidate.resident, candidate.arena, self.gap_s)
         self.work -= 5 * len(ring.streamed) + 20
         return ring.critical() if ring.streamed else []
 
@@ -180,11 +182,14 @@ class _Candidate:
     def key(self) -> tuple[float, float, int]:
         return (self.step_s, self.streamed_s, self.arena)
 
+    def result(self, task: _Task) -> Residency:
+        return task.result(self.resident, self.arena)
+
 
 def _arenas(task: _Task, budget: int, given: int | None) -> list[_Frame]:
     """The arenas worth a look: a few multiples of each of the larger block sizes, and given ones alone."""
     if given is not None:
-        return [_Frame(lambda _: given, frozenset(), budget - given)]
+        return [_Frame(_fixed(given), frozenset(), budget - given)]
     frames: list[_Frame] = []
     for widest in _some(sorted(set(task.sizes), reverse=True), 6):
         forced = frozenset(i for i, size in enumerate(task.sizes) if size > widest)
@@ -192,8 +197,12 @@ def _arenas(task: _Task, budget: int, given: int | None) -> list[_Frame]:
         for halves in (4, 2, 3, 6, 8):
             arena = widest * halves // 2
             if forced_bytes + arena <= budget:
-                frames.append(_Frame(lambda _, arena=arena: arena, forced, budget - arena))  # type: ignore[misc]
+                frames.append(_Frame(_fixed(arena), forced, budget - arena))
     return frames
+
+
+def _fixed(arena: int) -> Callable[[int], int]:
+    return lambda widest: arena
 
 
 def _some(values: Sequence[int], count: int) -> list[int]:
@@ -207,9 +216,13 @@ def _some(values: Sequence[int], count: int) -> list[int]:
 def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: bool) -> Residency:
     pool: dict[tuple[frozenset[int], int], _Candidate] = {}
 
+    whole = budget if grow else None
+    spends = (None,) if whole is None else (None, whole)
+
     def enter(frame: _Frame, resident: frozenset[int]) -> None:
-        candidate = _judge(task, frame, resident)
-        pool.setdefault((candidate.resident, candidate.arena), candidate)
+        for spend in spends:
+            candidate = _judge(task, frame, resident, spend)
+            pool.setdefault((candidate.resident, candidate.arena), candidate)
 
     def good() -> bool:
         """Whether no other choice can be noticeably faster: none streams less than the roomiest frame's."""
@@ -221,27 +234,27 @@ def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: 
     for frame in frames:
         enter(frame, _head(task, frame))
         enter(frame, _fill(task, frame, 0, 0.5))
+        if grow:  # no more residents than must be, and all the rest for the arena
+            enter(frame, frame.forced)
+    if not good() and budget is not None and len(task.sizes) <= _EXHAUSTIVE:
+        for candidate in _every(task, frames, budget if grow else None):
+            pool.setdefault((candidate.resident, candidate.arena), candidate)
+        return _pick(pool.values()).result(task)
     if not good():
         for frame in _distinct_frames(pool.values(), 4):
             for level in _some(sorted(set(task.sizes)), 4):
                 for start in (0.5, 0.1, 1.0):
                     enter(frame, _fill(task, frame, level, start))
     if not good():
-        seeds = _distinct_frames(pool.values(), 4)
+        seeds = _distinct_frames(pool.values(), 7)
         share = task.work // max(1, len(seeds))
         for frame in seeds:
             seed = min((c for c in pool.values() if c.frame is frame), key=_Candidate.key)
-            for candidate in _refine(task, seed, task.work - share):
+            for candidate in _refine(task, seed, task.work - share, whole):
                 pool.setdefault((candidate.resident, candidate.arena), candidate)
             if good():
                 break
-    best = _pick(pool.values())
-    resident, arena = best.resident, best.arena
-    if grow and budget is not None:
-        left = budget - sum(task.sizes[i] for i in resident)
-        if left > arena and task.step(resident, left) < best.step_s * (1 - _SAME_STEP):
-            arena = left
-    return task.result(resident, arena)
+    return _pick(pool.values()).result(task)
 
 
 def _distinct_frames(pool: Iterable[_Candidate], count: int) -> list[_Frame]:
@@ -253,12 +266,34 @@ def _distinct_frames(pool: Iterable[_Candidate], count: int) -> list[_Frame]:
     return frames[:count]
 
 
-def _judge(task: _Task, frame: _Frame, resident: frozenset[int]) -> _Candidate:
+def _judge(task: _Task, frame: _Frame, resident: frozenset[int], whole: int | None) -> _Candidate:
+    """Simulate a resident set, in the frame's arena or in all that the ``whole`` budget leaves."""
     sizes = [size for i, size in enumerate(task.sizes) if i not in resident]
-    arena = frame.arena(max(sizes)) if sizes else 0
+    if not sizes:
+        arena = 0
+    elif whole is None:
+        arena = frame.arena(max(sizes))
+    else:
+        arena = whole - sum(task.sizes[i] for i in resident)
     pair = max((a + b for a, b in zip(sizes, [*sizes[1:], sizes[0]], strict=True)), default=0)
     step = task.step(resident, arena)
     return _Candidate(frame, resident, arena, step, task.streamed_s(resident), pair > arena)
+
+
+def _every(task: _Task, frames: Sequence[_Frame], whole: int | None) -> Iterator[_Candidate]:
+    """Every resident set of a short block list in every arena that it fits."""
+    n = len(task.sizes)
+    for bits in range(1 << n):
+        resident = frozenset(i for i in range(n) if bits >> i & 1)
+        cost = sum(task.costs[i] for i in resident)
+        seen: set[int] = set()
+        for frame in frames:
+            if cost <= frame.limit and resident >= frame.forced:
+                for spend in (None,) if whole is None else (None, whole):
+                    candidate = _judge(task, frame, resident, spend)
+                    if candidate.arena not in seen:
+                        seen.add(candidate.arena)
+                        yield candidate
 
 
 def _pick(pool: Collection[_Candidate]) -> _Candidate:
@@ -361,23 +396,29 @@ def _gaps(chosen: set[int], n: int) -> list[int]:
     return gaps
 
 
-def _refine(task: _Task, seed: _Candidate, stop: int) -> Iterator[_Candidate]:
+def _refine(task: _Task, seed: _Candidate, stop: int, whole: int | None) -> Iterator[_Candidate]:
     """Exchange streamed blocks on the critical path for residents; ``stop`` is the work to leave.
 
-    Late acceptance (Burke and Bykov, 2017): an exchange is kept when it is no worse than the state some rounds
-    ago, which crosses the plateaus that a pattern repeated along the forward makes.
+    Late acceptance (Burke and Bykov, 2017): an exchange is kept when it is no worse than the state some
+    rounds ago, which crosses the plateaus that a pattern repeated along the forward makes.
     """
     rng = random.Random(0)
     frame, now, best = seed.frame, seed, seed
     past = [seed.step_s] * 12
     turn = 0
     hot = task.critical(now)
-    while task.work > stop and now.resident - frame.forced and hot:
+    while task.work > stop and hot:
         task.work -= 10  # repeated states are looked up, yet must not go on for ever
-        s = hot[rng.randrange(len(hot))]
+        pick = hot if rng.random() < 0.75 else [i for i in range(len(task.sizes)) if i not in now.resident]
+        s = pick[rng.randrange(len(pick))]
         free = sorted(now.resident - frame.forced, key=lambda r: abs(r - s))
         resident = set(now.resident)
-        resident.add(s)
+        # Where the arena takes what is left over, fewer residents can be the better choice.
+        shrink = whole is not None and rng.random() < 0.5
+        if not (shrink and free) or rng.random() < 0.6:
+            resident.add(s)
+        else:
+            resident.discard(free.pop(rng.randrange(len(free))))
         room = frame.limit - sum(task.costs[i] for i in resident)
         while room < 0 and free:
             r = free.pop(min(int(rng.expovariate(0.5)), len(free) - 1))
@@ -385,7 +426,8 @@ def _refine(task: _Task, seed: _Candidate, stop: int) -> Iterator[_Candidate]:
             room += task.costs[r]
         if room < 0:
             continue
-        candidate = _judge(task, frame, _top_up(task, frame, resident))
+        chosen = frozenset(resident) if shrink else _top_up(task, frame, resident)
+        candidate = _judge(task, frame, chosen, whole)
         if candidate.step_s <= max(past[turn % len(past)], now.step_s):
             if candidate.resident != now.resident:
                 now = candidate

@@ -57,12 +57,7 @@ class TransferCurve:
                 raise ValueError(f"samples: got ({b!r}, {s!r}), accepted are finite bytes > 0 and seconds > 0")
         if len(points) > _MAX_SAMPLES:
             points = [points[i * len(points) // _MAX_SAMPLES] for i in range(_MAX_SAMPLES)]
-        slopes = [
-            (s1 - s0) / (b1 - b0)
-            for i, (b0, s0) in enumerate(points)
-            for b1, s1 in points[i + 1 :]
-            if b1 > b0
-        ]
+        slopes = [(s1 - s0) / (b1 - b0) for i, (b0, s0) in enumerate(points) for b1, s1 in points[i + 1 :] if b1 > b0]
         if not slopes:  # one size only: the latency cannot be told apart
             return TransferCurve(0.0, points[0][0] / median(s for _, s in points))
         slope = median(slopes)

@@ -1,11 +1,12 @@
 """The streaming ring in numbers: where each block lies in the arena, and how long a forward takes.
 
-The machine that is simulated. One forward runs blocks 0..L-1 in order. A resident block stays on the device. A
-streamed block is copied into one arena, a ring buffer of bytes: blocks take contiguous intervals in order, and
-an interval that would cross the end starts again at offset 0, the leftover being skipped. Copies are serial, in
-execution order. A copy starts when the copy before it has ended and every earlier occupant of its bytes has
-finished computing; a block computes when the block before it has finished and its own copy has ended. Forwards
-follow one another, so the prefetch wraps from the last streamed block to the first of the next forward.
+The machine that is simulated. One forward runs blocks 0..L-1 in order. A resident block stays on the device.
+A streamed block is copied into one arena, a ring buffer of bytes: blocks take contiguous intervals in order,
+and an interval that would cross the end starts again at offset 0, the leftover being skipped. Copies are
+serial, in execution order. A copy starts when the copy before it has ended and every earlier occupant of its
+bytes has finished computing; a block computes when the block before it has finished and its own copy has
+ended. Forwards follow one another, so the prefetch wraps from the last streamed block to the first of the
+next forward.
 
 No schedule of one load per streamed block and forward beats ``max(C, S)``: C the compute time of a forward, S
 the copy time of its streamed blocks.
@@ -59,10 +60,10 @@ class Steady:
 def place(sizes: Sequence[int], arena_bytes: int) -> tuple[list[list[int]], int]:
     """Lay repeated forwards of streamed blocks into the ring.
 
-    sizes: bytes of the streamed blocks, in order; arena_bytes: bytes of the ring, at least the largest of them.
-    Returns (lags, first): ``lags[f][k]`` says how many streamed blocks before block k of forward f the last
-    earlier occupant of its bytes ran (for the first lap: beyond the start, which is free at once). The forwards
-    from ``first`` on repeat for ever.
+    sizes: bytes of the streamed blocks, in order; arena_bytes: bytes of the ring, at least the largest of
+    them. Returns (lags, first): ``lags[f][k]`` says how many streamed blocks before block k of forward f the
+    last earlier occupant of its bytes ran (for the first lap: beyond the start, which is free at once). The
+    forwards from ``first`` on repeat for ever.
     """
     m = len(sizes)
     if not m:
@@ -100,10 +101,21 @@ def place(sizes: Sequence[int], arena_bytes: int) -> tuple[list[list[int]], int]
 class Ring:
     """The event recurrence of one resident set in one arena; cheap enough for a search to call hundreds of times.
 
-    copies, computes: seconds of each block; gap_s: compute between the last block and the next forward's first.
+    copies, computes: seconds of each block; gap_s: compute between the last block and the next forward's
+    first.
     """
 
-    __slots__ = ("_computes", "_copies", "_first", "_lags", "_rests", "_window", "gap_s", "streamed", "tail_s")
+    __slots__ = (
+        "_computes",
+        "_copies",
+        "_first",
+        "_lags",
+        "_rests",
+        "_window",
+        "gap_s",
+        "streamed",
+        "tail_s",
+    )
 
     def __init__(
         self,
@@ -145,8 +157,8 @@ class Ring:
         """Seconds a forward takes once the pattern repeats.
 
         For the max-plus recurrence x(n+1) = A x(n), the growth rate lies between the least and the greatest
-        entry of x(n+p) - x(n) over p, for every n and p (the max-plus Collatz-Wielandt bounds); the simulation
-        stops when the two are equal within ``tight``.
+        entry of x(n+p) - x(n) over p, for every n and p (the max-plus Collatz-Wielandt bounds); the
+        simulation stops when the two are equal within ``tight``.
         """
         if not self.streamed:
             return self.tail_s + self.gap_s
@@ -238,8 +250,8 @@ def simulate(
     """Steady state of streaming ``blocks`` (those not in ``resident``) through an arena.
 
     resident: block indices; arena_bytes: bytes of the ring (two slots: twice the largest streamed block);
-    forwards: simulated at most; gap_s: compute seconds between two forwards. The step is the average over whole
-    cycles of the ring's offsets.
+    forwards: simulated at most; gap_s: compute seconds between two forwards. The step is the average over
+    whole cycles of the ring's offsets.
 
     Raises ValueError for an index out of range or an arena smaller than a streamed block.
     """
@@ -300,6 +312,4 @@ def check(blocks: Sequence[Block], resident: frozenset[int], arena_bytes: int) -
             raise ValueError(f"resident: got block {i!r}, accepted are 0..{len(blocks) - 1}")
     for i, block in enumerate(blocks):
         if i not in resident and block.bytes > arena_bytes:
-            raise ValueError(
-                f"arena_bytes: got {arena_bytes}, accepted is at least {block.bytes} (streamed block {i})"
-            )
+            raise ValueError(f"arena_bytes: got {arena_bytes}, accepted is at least {block.bytes} (streamed block {i})")
