@@ -1,0 +1,120 @@
+"""Tiny random-weight pipelines of every supported architecture, for tests and for trying things out.
+
+The real pipeline and model classes with the real structure, built offline in a second: block lists, two experts,
+tied encoders, fp32 islands, unequal blocks, root parameters. What they draw is noise; what matters is that every
+weight counts, so a wrong byte anywhere changes the output.
+
+    from greenroom import testing
+
+    pipe = testing.build_pipeline("wan22_t2v", dtype=torch.bfloat16)
+    video = testing.run(pipe, "wan22_t2v")
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from greenroom.errors import ConfigError
+from greenroom.testing import architectures as _architectures
+from greenroom.testing.weights import randomise
+
+__all__ = ["ARCHITECTURES", "build_pipeline", "call_kwargs", "quiet", "randomise", "run"]
+
+ARCHITECTURES: tuple[str, ...] = tuple(_architectures.ARCHITECTURES)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def build_pipeline(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> DiffusionPipeline:
+    """A tiny pipeline of one architecture, on the CPU, in eval mode, with no progress bar.
+
+    In bfloat16 and float16 the dtypes are what ``from_pretrained(dtype=dtype)`` gives, islands of fp32
+    included. The global random state is left alone.
+
+    Args:
+        name: one of `ARCHITECTURES`.
+        dtype: torch.float32, torch.bfloat16 or torch.float16.
+        seed: of the weights; the same seed gives the same bits.
+
+    Raises:
+        ConfigError: for an unknown name or dtype.
+    """
+    architecture = _architecture(name)
+    if dtype not in DTYPES:
+        raise ConfigError("dtype", dtype, ", ".join(map(str, DTYPES)))
+    with torch.random.fork_rng(devices=[]):
+        pipe: DiffusionPipeline = architecture.build()
+    for index, component in enumerate(_modules(pipe)):
+        component.eval()
+        randomise(component, seed=1000 * seed + index)
+    if dtype is not torch.float32:
+        # Which tensors stay in fp32 is the loaders' decision alone, so it is left to them.
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            pipe.save_pretrained(folder)
+            pipe = type(pipe).from_pretrained(folder, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def call_kwargs(name: str, seed: int = 0) -> dict[str, Any]:
+    """The arguments of a tiny call: at least three steps, guidance on, a fresh seeded CPU generator.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return {**_architecture(name).call, "output_type": "pt", "generator": generator}
+
+
+def run(pipe: DiffusionPipeline, name: str, seed: int = 0) -> torch.Tensor:
+    """Call ``pipe`` with `call_kwargs` and return what it drew, on the CPU.
+
+    Returns:
+        Images as (1, 3, height, width), videos as (frames, 3, height, width), values from 0 to 1. Compare with
+        ``torch.equal``.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    call: Any = pipe
+    drawn = call(**call_kwargs(name, seed), return_dict=False)[0]
+    return drawn.reshape(-1, *drawn.shape[-3:]).cpu()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep diffusers and transformers from printing progress bars and warnings while saving or loading.
+
+    A plain tokenizer where a processor is expected is one such warning, and meant here.
+    """
+    libraries = (diffusers_logging, transformers_logging)
+    levels = [library.get_verbosity() for library in libraries]
+    bars = [library.is_progress_bar_enabled() for library in libraries]
+    try:
+        for library in libraries:
+            library.set_verbosity_error()
+            library.disable_progress_bar()
+        yield
+    finally:
+        for library, level, bar in zip(libraries, levels, bars, strict=True):
+            library.set_verbosity(level)
+            if bar:
+                library.enable_progress_bar()
+
+
+def _architecture(name: str) -> _architectures.Architecture:
+    if name not in _architectures.ARCHITECTURES:
+        raise ConfigError("name", name, ", ".join(f'"{known}"' for known in ARCHITECTURES))
+    return _architectures.ARCHITECTURES[name]
+
+
+def _modules(pipe: DiffusionPipeline) -> list[nn.Module]:
+    return [component for component in pipe.components.values() if isinstance(component, nn.Module)]
