@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ _ROLE_STRATEGIES = {
 }
 # Predictions closer than this are a tie, which the coarser plan wins: it has fewer moving parts.
 _TIE = 0.01
+# Plans this close to the fastest after a first look get a closer one, this many of them at most.
+_CLOSE = 1.05
+_LOOKS = 4
 # Residents that a phase brings in for less gain than this are left out.
 _THIN = 1.001
 
@@ -230,18 +234,18 @@ def plan_call(model: PipelineModel, budget_bytes: int, curve: TransferCurve) -> 
         least = min(weighed, key=lambda w: (w.needs, w.rank))
         needs, phase, items = least.draft.least()
         raise BudgetTooSmall(budget_bytes, needs, least.draft.label, phase, items)
-    fastest = float("inf")
     for entry in fitting:
-        # What cannot win even if bus and compute never wait for each other need not be simulated: it would
-        # have to be faster, or about as fast and coarser than anything that is.
-        tying = [w.draft.coarseness for w in fitting if w.plan and w.plan.call_s <= fastest * (1 + _TIE)]
-        coarser = not tying or entry.draft.coarseness < min(tying)
-        if entry.optimistic < fastest or (coarser and entry.optimistic <= fastest * (1 + _TIE)):
-            entry.plan = entry.draft.fill(budget_bytes)
-            fastest = min(fastest, entry.plan.call_s)
-    drafted = [(w, w.plan) for w in fitting if w.plan is not None]
-    near = [(w, p) for w, p in drafted if p.call_s <= fastest * (1 + _TIE)]
-    winner, plan = min(near, key=lambda wp: (wp[0].draft.coarseness, wp[1].call_s, wp[0].rank))
+        if entry.may_win(fitting):
+            entry.plan = entry.draft.fill(budget_bytes, refine=False)
+    # The first look is right within a few per cent: what is near the fastest is worth a closer one.
+    close = [w for w in fitting if w.call_s <= _fastest(fitting) * _CLOSE]
+    for entry in sorted(close, key=lambda w: (w.call_s, w.rank))[:_LOOKS]:
+        closer = entry.draft.fill(budget_bytes, refine=True)
+        if closer.call_s < entry.call_s:
+            entry.plan = closer
+    winner = min(_tying(fitting), key=_Weighed.order)
+    plan = winner.plan
+    assert plan is not None  # whatever ties was filled
     alternatives = tuple(
         Alternative(w.draft.label, w.needs, w.plan.call_s if w.plan is not None else None) for w in weighed
     )
@@ -265,6 +269,30 @@ class _Weighed:
     optimistic: float
     rank: int
     plan: Plan | None = None
+
+    @property
+    def call_s(self) -> float:
+        return self.plan.call_s if self.plan is not None else math.inf
+
+    def order(self) -> tuple[tuple[int, int], float, int]:
+        return (self.draft.coarseness, self.call_s, self.rank)
+
+    def may_win(self, others: Sequence[_Weighed]) -> bool:
+        """Whether it could be faster than all, or as fast and coarser, if bus and compute never waited."""
+        fastest = _fastest(others)
+        if self.optimistic < fastest:
+            return True
+        coarsest = min((w.draft.coarseness for w in _tying(others)), default=(math.inf, math.inf))
+        return self.optimistic <= fastest * (1 + _TIE) and self.draft.coarseness < coarsest
+
+
+def _fastest(weighed: Sequence[_Weighed]) -> float:
+    return min((w.call_s for w in weighed), default=math.inf)
+
+
+def _tying(weighed: Sequence[_Weighed]) -> list[_Weighed]:
+    limit = _fastest(weighed) * (1 + _TIE)
+    return [w for w in weighed if w.plan is not None and w.call_s <= limit]
 
 
 # A component's part in an option: strategy and hold.
@@ -322,7 +350,7 @@ def _coarseness(parts: Any) -> tuple[int, int]:
 
 
 # Choices made so far, by component, budget and given arena: assignments differ in few components.
-_Known = dict[tuple[str, int, "int | None"], Residency]
+_Known = dict[tuple[str, int, "int | None", bool], Residency]
 
 
 class _Draft:
@@ -330,6 +358,7 @@ class _Draft:
 
     def __init__(self, model: PipelineModel, option: dict[str, _Part], curve: TransferCurve, known: _Known) -> None:
         self.known = known
+        self.refine = False
         self.model = model
         self.option = option
         self.curve = curve
@@ -391,8 +420,9 @@ class _Draft:
             total += compute
         return total
 
-    def fill(self, budget: int) -> Plan:
+    def fill(self, budget: int, *, refine: bool) -> Plan:
         """The best residents and arenas that the budget allows; the budget is at least `least`."""
+        self.refine = refine
         slots = 2 if self.least(2)[0] <= budget else 1
         rooms = {phase: budget - sum(nbytes for _, nbytes in self.items(phase, slots)) for phase in self.model.phases}
         parts: dict[str, ComponentPlan] = {}
@@ -455,9 +485,11 @@ class _Draft:
 
     def _choose(self, c: Component, budget: int, arena: int | None = None) -> Residency:
         # More than everything is everything, whatever the budget: one entry serves all roomy ones.
-        key = (c.name, min(budget, c.total_bytes + (arena or 0)), arena)
+        key = (c.name, min(budget, c.total_bytes + (arena or 0)), arena, self.refine)
         if key not in self.known:
-            self.known[key] = choose(c.blocks, key[1], self.curve, gap_s=c.other_s, arena_bytes=arena)
+            self.known[key] = choose(
+                c.blocks, key[1], self.curve, gap_s=c.other_s, arena_bytes=arena, refine=self.refine
+            )
         return self.known[key]
 
     def _streamed(self, c: Component, chosen: Residency, hold: str) -> ComponentPlan:
@@ -525,9 +557,8 @@ def _why(winner: _Weighed, plan: Plan, weighed: Sequence[_Weighed], budget: int)
     coarser = [w for w in weighed if w.draft.coarseness < winner.draft.coarseness and w.plan is None]
     others = [w for w in weighed if w is not winner and w.plan is not None]
     if others:
-        best = min(others, key=lambda w: w.plan.call_s if w.plan is not None else 0.0)
-        if best.plan is not None:
-            text += f"; next best {best.draft.label}, {best.plan.call_s:.3g} s"
+        best = min(others, key=lambda w: (w.call_s, w.rank))
+        text += f"; next best {best.draft.label}, {best.call_s:.3g} s"
     missing = [w for w in coarser if w.needs > budget]
     if missing:
         first = min(missing, key=lambda w: w.rank)
