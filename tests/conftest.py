@@ -9,8 +9,6 @@ from types import ModuleType
 import pytest
 import torch
 
-GIB = 1 << 30
-
 
 @pytest.fixture(scope="session")
 def emu_module() -> ModuleType:
@@ -18,25 +16,6 @@ def emu_module() -> ModuleType:
     import greenroom.emulator  # noqa: F401
 
     return torch.emu
-
-
-def _reset(emu: ModuleType) -> None:
-    emu.set_device(0)
-    for index in range(emu.device_count()):
-        emu.synchronize(index)
-    emu.set_virtual_time(False)
-    emu.set_timeline(False)
-    emu.take_timeline()
-    emu.set_capacity(16 * GIB)
-    emu.set_bandwidth(0)
-    emu.set_latency(0)
-    emu.set_pageable_factor(1.0)
-    emu.set_poison(True)
-    emu.set_race_check("raise")
-    emu.race_reports()
-    emu.reset_counters()
-    for index in range(emu.device_count()):
-        emu.reset_peak_memory_stats(index)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +28,9 @@ def _emulator_guard() -> Iterator[None]:
         yield
         return
     emu = torch.emu
-    _reset(emu)
+    emu.reset()
+    emu.set_poison(True)
+    emu.set_race_check("raise")
     yield
     for index in range(emu.device_count()):
         emu.synchronize(index)

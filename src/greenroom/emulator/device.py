@@ -1,244 +1,298 @@
-"""The `torch.emu` module."""
+"""The module ``torch.emu``: what every accelerator's device module has, then the emulator's own controls."""
+
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from greenroom.emulator.build import load_extension
+from greenroom.emulator.controls import (
+    check_host_accesses,
+    counters,
+    cpu_view,
+    fail_allocation,
+    fail_copy,
+    fail_pin,
+    pinned_stats,
+    race_reports,
+    reset,
+    reset_counters,
+    reset_peak_pinned,
+    set_bandwidth,
+    set_capacity,
+    set_latency,
+    set_memory_timeline,
+    set_pageable_factor,
+    set_poison,
+    set_race_check,
+    set_timeline,
+    set_virtual_time,
+    take_memory_timeline,
+    take_timeline,
+    virtual_time,
+)
+from greenroom.emulator.index import DeviceLike, device_index
+
+__all__ = [
+    "Event",
+    "Stream",
+    "check_host_accesses",
+    "counters",
+    "cpu_view",
+    "current_device",
+    "current_stream",
+    "default_generator",
+    "default_stream",
+    "device",
+    "device_count",
+    "empty_cache",
+    "fail_allocation",
+    "fail_copy",
+    "fail_pin",
+    "get_amp_supported_dtype",
+    "get_device_capability",
+    "get_device_name",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "ipc_collect",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "pinned_stats",
+    "race_reports",
+    "reset",
+    "reset_counters",
+    "reset_peak_memory_stats",
+    "reset_peak_pinned",
+    "set_bandwidth",
+    "set_capacity",
+    "set_device",
+    "set_latency",
+    "set_memory_timeline",
+    "set_pageable_factor",
+    "set_poison",
+    "set_race_check",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "set_timeline",
+    "set_virtual_time",
+    "stream",
+    "synchronize",
+    "take_memory_timeline",
+    "take_timeline",
+    "virtual_time",
+]
 
 _C = load_extension()
 
 
-def _idx(device=None):
-    if device is None:
-        return _C.current_device()
-    if isinstance(device, int):
-        return device if device >= 0 else _C.current_device()
-    device = torch.device(device)
-    return _C.current_device() if device.index is None else device.index
-
-
-def is_available():
+# ------------------------------------------------------------------ devices
+def is_available() -> bool:
     return True
 
 
-def is_initialized():
+def is_initialized() -> bool:
     return True
 
 
-def init():
-    pass
+def init() -> None:
+    """Nothing to do: importing greenroom.emulator did it."""
 
 
-def _is_in_bad_fork():
+def _is_in_bad_fork() -> bool:
     return False
 
 
-def device_count():
+def device_count() -> int:
+    """Two, or the environment variable ``EMU_DEVICE_COUNT``."""
     return _C.device_count()
 
 
-def current_device():
+def current_device() -> int:
     return _C.current_device()
 
 
-def set_device(device):
-    _C.set_device(_idx(device))
+def set_device(device: DeviceLike) -> None:
+    _C.set_device(device_index(device))
 
 
 class device:
-    def __init__(self, dev):
-        self.idx = None if dev is None else _idx(dev)
+    """Context manager that selects a device; ``None`` or a negative index selects nothing."""
 
-    def __enter__(self):
+    def __init__(self, device: DeviceLike) -> None:
+        self.idx = None if device is None else device_index(device)
+
+    def __enter__(self) -> None:
         self.prev = _C.current_device()
         if self.idx is not None:
             _C.set_device(self.idx)
 
-    def __exit__(self, *a):
+    def __exit__(self, *exc: Any) -> bool:
         _C.set_device(self.prev)
         return False
 
 
-def get_device_name(device=None):
+def get_device_name(device: DeviceLike = None) -> str:
     return "Emulated accelerator"
 
 
-def get_device_capability(device=None):
+def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     return (1, 0)
 
 
-def is_bf16_supported(including_emulation=True):
+def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
 
-def get_amp_supported_dtype():
+def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
 
 
-def synchronize(device=None):
-    _C.synchronize(_idx(device))
+def synchronize(device: DeviceLike = None) -> None:
+    """Waits until every stream of the device has finished."""
+    _C.synchronize(device_index(device))
 
 
-# ------------------------------------------------------------- streams, events
-# Plain torch.Stream / torch.Event objects: Event.elapsed_time() refuses subclasses.
-class _StreamMeta(type):
-    def __instancecheck__(cls, o):
-        return isinstance(o, torch.Stream) and o.device.type == "emu"
+# ----------------------------------------------------------- streams, events
+# These make plain torch.Stream and torch.Event objects: Event.elapsed_time() refuses subclasses.
+class _StreamType(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Stream) and instance.device.type == "emu"
 
 
-class Stream(metaclass=_StreamMeta):
-    def __new__(cls, device=None, priority=0, **kw):
-        if kw:
-            return torch.Stream(**kw)
-        return torch.Stream(device=torch.device("emu", _idx(device)), priority=priority)
+class Stream(metaclass=_StreamType):
+    def __new__(cls, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> Any:
+        if kwargs:  # stream_id=, device_index=, device_type=: an existing stream
+            return torch.Stream(**kwargs)
+        return torch.Stream(device=torch.device("emu", device_index(device)), priority=priority)
 
 
-class _EventMeta(type):
-    def __instancecheck__(cls, o):
-        return isinstance(o, torch.Event)
+class _EventType(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Event)
 
 
-class Event(metaclass=_EventMeta):
-    def __new__(cls, enable_timing=False, blocking=False, interprocess=False):
-        return torch.Event(torch.device("emu", _C.current_device()), enable_timing=enable_timing, blocking=blocking)
+class Event(metaclass=_EventType):
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+        where = torch.device("emu", _C.current_device())
+        return torch.Event(where, enable_timing=enable_timing, blocking=blocking)
 
 
-def current_stream(device=None):
-    return torch.accelerator.current_stream(_idx(device))
+def current_stream(device: DeviceLike = None) -> torch.Stream:
+    return torch.accelerator.current_stream(device_index(device))
 
 
-def default_stream(device=None):
-    cur = current_stream(device)
-    return torch.Stream(stream_id=0, device_index=cur.device_index, device_type=cur.device_type)
+def default_stream(device: DeviceLike = None) -> torch.Stream:
+    current = current_stream(device)
+    return torch.Stream(stream_id=0, device_index=current.device_index, device_type=current.device_type)
 
 
-def set_stream(stream):
+def set_stream(stream: torch.Stream | None) -> None:
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
 
 @contextlib.contextmanager
-def stream(s):
-    if s is None:
-        yield
+def stream(stream: torch.Stream | None) -> Iterator[torch.Stream | None]:
+    """Makes a stream the current one of its device; ``None`` changes nothing."""
+    if stream is None:
+        yield None
         return
-    dev = _C.current_device()
-    prev = torch.accelerator.current_stream(s.device.index)
-    torch.accelerator.set_stream(s)
+    outer_device = _C.current_device()
+    outer = torch.accelerator.current_stream(stream.device.index)
+    torch.accelerator.set_stream(stream)
     try:
-        yield s
+        yield stream
     finally:
-        torch.accelerator.set_stream(prev)
-        _C.set_device(dev)
+        torch.accelerator.set_stream(outer)
+        _C.set_device(outer_device)
 
 
-# --------------------------------------------------------------------- memory
-def memory_allocated(device=None):
-    return _C.stats(_idx(device))["allocated_bytes.current"]
+# ------------------------------------------------------------------- memory
+def memory_allocated(device: DeviceLike = None) -> int:
+    """Bytes of live tensors (each rounded up to 512)."""
+    return _C.memory_figures(device_index(device))["allocated"]
 
 
-def max_memory_allocated(device=None):
-    return _C.stats(_idx(device))["allocated_bytes.peak"]
+def max_memory_allocated(device: DeviceLike = None) -> int:
+    return _C.memory_figures(device_index(device))["allocated_peak"]
 
 
-def memory_reserved(device=None):
-    return _C.stats(_idx(device))["reserved_bytes.current"]
+def memory_reserved(device: DeviceLike = None) -> int:
+    """Bytes that count against the capacity: live tensors, and freed ones that record_stream still holds."""
+    return _C.memory_figures(device_index(device))["reserved"]
 
 
-def max_memory_reserved(device=None):
-    return _C.stats(_idx(device))["reserved_bytes.peak"]
+def max_memory_reserved(device: DeviceLike = None) -> int:
+    return _C.memory_figures(device_index(device))["reserved_peak"]
 
 
-def memory_stats(device=None):
-    return torch.accelerator.memory_stats(_idx(device))
+def memory_stats(device: DeviceLike = None) -> dict[str, Any]:
+    return torch.accelerator.memory_stats(device_index(device))
 
 
-def reset_peak_memory_stats(device=None):
-    _C.reset_peak(_idx(device))
+def reset_peak_memory_stats(device: DeviceLike = None) -> None:
+    _C.reset_peak(device_index(device))
 
 
-def mem_get_info(device=None):
-    return _C.mem_get_info(_idx(device))
+def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
+    """(free, total) bytes."""
+    return _C.mem_get_info(device_index(device))
 
 
-def empty_cache():
+def empty_cache() -> None:
+    """Gives the host memory behind freed device memory back to the system; no figure changes."""
     _C.empty_cache()
 
 
-def ipc_collect():
-    pass
+def ipc_collect() -> None:
+    """Nothing to do: device memory is not shared between processes."""
 
 
-# --------------------------------------------------------------------- random
-def default_generator(device=None):
-    return _C.default_generator(_idx(device))
+# ------------------------------------------------------------------- random
+def default_generator(device: DeviceLike = None) -> torch.Generator:
+    return _C.default_generator(device_index(device))
 
 
-def manual_seed(seed):
-    _C.default_generator(_C.current_device()).manual_seed(int(seed))
+def manual_seed(seed: int) -> None:
+    default_generator().manual_seed(int(seed))
 
 
-def manual_seed_all(seed):
-    for i in range(_C.device_count()):
-        _C.default_generator(i).manual_seed(int(seed))
+def manual_seed_all(seed: int) -> None:
+    for index in range(_C.device_count()):
+        default_generator(index).manual_seed(int(seed))
 
 
-def initial_seed():
+def initial_seed() -> int:
     return default_generator().initial_seed()
 
 
-def get_rng_state(device="emu"):
+def get_rng_state(device: DeviceLike = "emu") -> torch.Tensor:
     return default_generator(device).get_state()
 
 
-def set_rng_state(state, device="emu"):
+def set_rng_state(state: torch.Tensor, device: DeviceLike = "emu") -> None:
     default_generator(device).set_state(state)
 
 
-def get_rng_state_all():
-    return [get_rng_state(i) for i in range(_C.device_count())]
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state(index) for index in range(_C.device_count())]
 
 
-def set_rng_state_all(states):
-    for i, s in enumerate(states):
-        set_rng_state(s, i)
-
-
-# --------------------------------------------------- the emulator's own controls
-def set_capacity(nbytes, device=None):
-    for i in range(_C.device_count()) if device is None else [_idx(device)]:
-        _C.set_capacity(i, int(nbytes))
-
-
-def set_bandwidth(h2d, d2h=None, p2p=None):
-    """bytes/s, 0 = unlimited"""
-    _C.set_bandwidth(float(h2d), float(h2d if d2h is None else d2h), float(h2d if p2p is None else p2p))
-
-
-def pinned_stats():
-    return _C.pinned_stats()
-
-
-counters = _C.counters
-reset_counters = _C.reset_counters
-set_poison = _C.set_poison
-set_pageable_factor = _C.set_pageable_factor
-set_latency = _C.set_latency
-cpu_view = _C.cpu_view
-set_timeline = _C.set_timeline
-take_timeline = _C.take_timeline
-
-
-def set_race_check(mode):
-    _C.set_race_mode({"off": 0, "collect": 1, "raise": 2}[mode])
-
-
-race_reports = _C.take_race_reports
-
-
-def set_virtual_time(on=True, flops=1e12, membw=100e9, launch=5e-6, kernel_latency=2e-6):
-    """Model instead of measure: no sleeping, each stream has a clock that kernels (roofline) and copies advance."""
-    _C.set_vtime(bool(on), float(flops), float(membw), float(launch), float(kernel_latency))
-
-
-virtual_time = _C.vtime
+def set_rng_state_all(states: list[torch.Tensor]) -> None:
+    for index, state in enumerate(states):
+        set_rng_state(state, index)
