@@ -141,9 +141,8 @@ class device:
         if self.idx is not None:
             _C.set_device(self.idx)
 
-    def __exit__(self, *exc: Any) -> bool:
+    def __exit__(self, *exc: Any) -> None:
         _C.set_device(self.prev)
-        return False
 
 
 def get_device_name(device: DeviceLike = None) -> str:

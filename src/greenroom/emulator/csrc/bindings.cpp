@@ -9,6 +9,7 @@
 #include "faults.h"
 #include "generator.h"
 #include "memory.h"
+#include "meta_guard.h"
 #include "ops.h"
 #include "pinned.h"
 #include "race.h"
@@ -125,6 +126,7 @@ static void bind_trace(py::module& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("init", [] {
     register_backend();
+    register_meta_guards();
     return register_fallbacks();
   });
   bind_devices(m);

@@ -1,0 +1,7 @@
+#pragma once
+
+namespace emu {
+
+void register_meta_guards();
+
+} // namespace emu
