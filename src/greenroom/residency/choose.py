@@ -22,7 +22,7 @@ _SEARCH_FORWARDS = 8
 _SEARCH_TIGHT = 1e-3
 # Simulated blocks (streamed blocks x forwards) that one choice of up to 60 blocks may cost; longer ones in
 # proportion.
-_SEARCH_WORK = 90_000
+_SEARCH_WORK = 70_000
 # An arena that cannot hold a block in use beside the next one leaves no time to spare for a late copy; it is
 # taken only when it is predicted to be this much faster.
 _ONE_SLOT_GAIN = 0.985
@@ -31,7 +31,9 @@ _SAME_STEP = 1e-4
 # A step this close to what no choice can beat ends the search.
 _GOOD_ENOUGH = 1.001
 # Block lists up to this length are searched exhaustively (SDXL's UNet has seven).
-_EXHAUSTIVE = 8
+_EXHAUSTIVE = 7
+# Arenas tried for one resident set, the largest first.
+_ARENAS = 12
 
 
 @dataclass(frozen=True)
@@ -239,9 +241,11 @@ def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: 
         enter(frame, _fill(task, frame, 0, 0.5))
         if grow:  # no more residents than must be, and all the rest for the arena
             enter(frame, frame.forced)
-    if not good() and budget is not None and len(task.sizes) <= _EXHAUSTIVE:
-        for candidate in _every(task, frames, budget if grow else None):
-            pool.setdefault((candidate.resident, candidate.arena), candidate)
+    if not good() and whole is not None and len(task.sizes) <= _EXHAUSTIVE:
+        for bits in range(1 << len(task.sizes)):
+            resident = frozenset(i for i in range(len(task.sizes)) if bits >> i & 1)
+            for candidate in _every_arena(task, resident, whole):
+                pool.setdefault((candidate.resident, candidate.arena), candidate)
         return _pick(pool.values()).result(task)
     if not good():
         for frame in _distinct_frames(pool.values(), 4):
@@ -257,6 +261,9 @@ def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: 
                 pool.setdefault((candidate.resident, candidate.arena), candidate)
             if good():
                 break
+        for seed in sorted(pool.values(), key=_Candidate.key)[:3] if whole is not None else ():
+            for candidate in _every_arena(task, seed.resident, whole or 0):
+                pool.setdefault((candidate.resident, candidate.arena), candidate)
     return _pick(pool.values()).result(task)
 
 
@@ -283,20 +290,26 @@ def _judge(task: _Task, frame: _Frame, resident: frozenset[int], whole: int | No
     return _Candidate(frame, resident, arena, step, task.streamed_s(resident), pair > arena)
 
 
-def _every(task: _Task, frames: Sequence[_Frame], whole: int | None) -> Iterator[_Candidate]:
-    """Every resident set of a short block list in every arena that it fits."""
-    n = len(task.sizes)
-    for bits in range(1 << n):
-        resident = frozenset(i for i in range(n) if bits >> i & 1)
-        cost = sum(task.costs[i] for i in resident)
-        seen: set[int] = set()
-        for frame in frames:
-            if cost <= frame.limit and resident >= frame.forced:
-                for spend in (None,) if whole is None else (None, whole):
-                    candidate = _judge(task, frame, resident, spend)
-                    if candidate.arena not in seen:
-                        seen.add(candidate.arena)
-                        yield candidate
+def _every_arena(task: _Task, resident: frozenset[int], whole: int) -> Iterator[_Candidate]:
+    """A resident set in each of the larger arenas that place its blocks differently.
+
+    A lap of the ring ends where the next block would not fit, so only sums of consecutive streamed blocks
+    matter. More is not always better: what is skipped at the end of a lap depends on it.
+    """
+    sizes = [size for i, size in enumerate(task.sizes) if i not in resident]
+    room = whole - task.total_bytes + sum(sizes)
+    if not sizes or room < max(sizes):
+        return
+    sums: set[int] = set()
+    for start in range(len(sizes)):
+        total = 0
+        for k in range(start, start + 2 * len(sizes)):
+            total += sizes[k % len(sizes)]
+            if total > room:
+                break
+            sums.add(total)
+    for arena in sorted((a for a in sums if a >= max(sizes)), reverse=True)[:_ARENAS]:
+        yield _judge(task, _Frame(_fixed(arena), resident, whole - arena), resident, None)
 
 
 def _pick(pool: Collection[_Candidate]) -> _Candidate:
