@@ -25,9 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from greenroom.errors import ConfigError
 from greenroom.testing import architectures as _architectures
-from greenroom.testing.weights import randomise
+from greenroom.testing.weights import randomise, realign
 
-__all__ = ["ARCHITECTURES", "build_pipeline", "call_kwargs", "quiet", "randomise", "run"]
+__all__ = ["ARCHITECTURES", "build_pipeline", "call_kwargs", "quiet", "randomise", "realign", "run"]
 
 ARCHITECTURES: tuple[str, ...] = tuple(_architectures.ARCHITECTURES)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +37,7 @@ def build_pipeline(name: str, *, dtype: torch.dtype = torch.float32, seed: int =
     """A tiny pipeline of one architecture, on the CPU, in eval mode, with no progress bar.
 
     In bfloat16 and float16 the dtypes are what ``from_pretrained(dtype=dtype)`` gives, islands of fp32
-    included. The global random state is left alone.
+    included. All weights are aligned (see `realign`). The global random state is left alone.
 
     Args:
         name: one of `ARCHITECTURES`.
@@ -60,6 +60,8 @@ def build_pipeline(name: str, *, dtype: torch.dtype = torch.float32, seed: int =
         with tempfile.TemporaryDirectory() as folder, quiet():
             pipe.save_pretrained(folder)
             pipe = type(pipe).from_pretrained(folder, dtype=dtype)
+        for component in _modules(pipe):
+            realign(component)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

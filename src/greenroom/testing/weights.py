@@ -41,3 +41,16 @@ def randomise(module: nn.Module, seed: int) -> None:
             draw(norm.running_mean, 0.3)
             draw(norm.running_var, 0.3)
             norm.running_var.abs_().add_(0.5)
+
+
+@torch.no_grad()
+def realign(module: nn.Module) -> None:
+    """Move every parameter and buffer of ``module`` to freshly allocated memory, in place, value for value.
+
+    The CPU's matrix kernels take another path, with other rounding, where a weight does not start at a multiple
+    of 16 bytes, and a checkpoint mapped from a file starts its weights anywhere. Outputs can therefore only be
+    compared bit by bit when both sides' weights are aligned, as PyTorch's own allocations are. Parameter
+    objects, ties, strides and dtypes are kept.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.clone()
