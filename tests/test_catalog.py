@@ -71,7 +71,7 @@ def test_blocks_run_once_each_in_the_declared_order(name):
     pipe = testing.build_pipeline(name)
     components = {key: item for key, item in pipe.components.items() if isinstance(item, nn.Module)}
     roles = Counter(lookup(component).role for component in components.values())
-    assert roles["dit"] == (2 if name.startswith("wan") else 1) and roles["vae"] == 1
+    assert roles["dit"] == (2 if name.startswith("wan") else 1) and roles["vae"] >= 1
     recorded = {}
     for key, component in components.items():
         declaration = lookup(component)

@@ -47,11 +47,14 @@ def dtypes_of(pipe: DiffusionPipeline) -> dict[str, torch.dtype]:
 def test_draws_the_same_bits_again_and_after_reloading(name, dtype, tmp_path):
     pipe = testing.build_pipeline(name, dtype=dtype)
     drawn = testing.run(pipe, name)
-    assert drawn.shape[0] == testing.call_kwargs(name).get("num_frames", 1)
+    kwargs = testing.call_kwargs(name)
+    pixels = kwargs.get("num_frames", 1) * 3 * kwargs["height"] * kwargs["width"]
+    assert drawn.numel() == pixels or kwargs["enable_sound"]
     assert drawn.isfinite().all()
     # Clamped pixels hide differences, and a flat picture would too.
-    assert ((drawn <= 0) | (drawn >= 1)).float().mean() < 0.2
-    assert drawn.float().std() > 0.05
+    picture = drawn.flatten()[:pixels].float()
+    assert ((picture <= 0) | (picture >= 1)).float().mean() < 0.2
+    assert picture.std() > 0.05
     assert torch.equal(drawn, testing.run(pipe, name))
     assert not torch.equal(drawn, testing.run(pipe, name, seed=1))
     assert torch.equal(drawn, testing.run(testing.build_pipeline(name, dtype=dtype), name))
@@ -73,8 +76,8 @@ def test_other_weights_and_other_prompts_draw_something_else(name):
     drawn = testing.run(pipe, name)
     assert not torch.equal(drawn, testing.run(testing.build_pipeline(name, seed=1), name))
     kwargs = testing.call_kwargs(name)
-    other = pipe(**{**kwargs, "prompt": kwargs["prompt"].upper() + " 7"}, return_dict=False)[0]
-    assert not torch.equal(drawn, other.reshape(drawn.shape))
+    other = pipe(**{**kwargs, "prompt": kwargs["prompt"].upper() + " 7"}, return_dict=False)[0].flatten()
+    assert not torch.equal(drawn.flatten()[: other.numel()].to(other.dtype), other)
 
 
 @every_architecture
@@ -247,6 +250,19 @@ def test_parameters_on_roots_and_blocks_count():
         assert not torch.equal(drawn, changed)
         drawn = changed
     assert testing.build_pipeline("cosmos3").transformer.action_modality_embed.abs().min() > 0
+
+
+def test_cosmos3_sound():
+    pipe = testing.build_pipeline("cosmos3")
+    video, sound = pipe(**testing.call_kwargs("cosmos3"), return_dict=False)
+    assert sound.isfinite().all() and sound.std() > 0.01
+    assert testing.run(pipe, "cosmos3").numel() == video.numel() + sound.numel()
+    with torch.no_grad():
+        pipe.sound_tokenizer.decoder.conv1.weight_g.mul_(1.5)
+    assert not torch.equal(sound, pipe(**testing.call_kwargs("cosmos3"), return_dict=False)[1])
+    with torch.no_grad():
+        pipe.transformer.audio_modality_embed.mul_(1.5)
+    assert not torch.equal(video, pipe(**testing.call_kwargs("cosmos3"), return_dict=False)[0])
 
 
 def test_unequal_blocks_and_a_large_buffer():

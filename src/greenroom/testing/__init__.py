@@ -77,18 +77,20 @@ def call_kwargs(name: str, seed: int = 0) -> dict[str, Any]:
 
 
 def run(pipe: DiffusionPipeline, name: str, seed: int = 0) -> torch.Tensor:
-    """Call ``pipe`` with `call_kwargs` and return what it drew, on the CPU.
+    """Call ``pipe`` with `call_kwargs` and return all it made, on the CPU. Compare with ``torch.equal``.
 
     Returns:
-        Images as (1, 3, height, width), videos as (frames, 3, height, width), values from 0 to 1. Compare with
-        ``torch.equal``.
+        Images as (1, 3, height, width), videos as (frames, 3, height, width), values from 0 to 1. Where there is
+        sound as well ("cosmos3"), one flat tensor: the video, then the samples.
 
     Raises:
         ConfigError: for an unknown name.
     """
     call: Any = pipe
-    drawn = call(**call_kwargs(name, seed), return_dict=False)[0]
-    return drawn.reshape(-1, *drawn.shape[-3:]).cpu()
+    made = [part for part in call(**call_kwargs(name, seed), return_dict=False) if part is not None]
+    if len(made) > 1:
+        return torch.cat([part.flatten().float().cpu() for part in made])
+    return made[0].reshape(-1, *made[0].shape[-3:]).cpu()
 
 
 @contextmanager

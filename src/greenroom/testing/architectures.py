@@ -208,7 +208,10 @@ def wan22_i2v() -> WanImageToVideoPipeline:
 
 
 def cosmos3() -> Cosmos3OmniPipeline:
-    """No text encoder: one list of fused layers with the embedding and head around it; root parameters."""
+    """No text encoder: one list of fused layers with the embedding and head around it; root parameters.
+
+    Draws sound as well, by a decoder whose weights are recomputed at each forward (weight norm).
+    """
     return Cosmos3OmniPipeline(
         transformer=Cosmos3OmniTransformer(
             head_dim=12,
@@ -230,6 +233,7 @@ def cosmos3() -> Cosmos3OmniPipeline:
         text_tokenizer=tokenizers.chat_tokenizer(),
         vae=vaes.wan22(),
         scheduler=_video_scheduler(flow_shift=10.0),
+        sound_tokenizer=vaes.cosmos3_sound(),
         enable_safety_checker=False,
     )
 
@@ -294,6 +298,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "width": 64,
             "num_frames": 9,
             "num_inference_steps": 3,
+            "enable_sound": True,
         },
     ),
 }

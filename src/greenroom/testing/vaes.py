@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    Cosmos3AVAEAudioTokenizer,
+)
 
 _CHANNELS = (8, 8, 16, 16)
 _IMAGE = {
@@ -56,4 +62,17 @@ def wan22() -> AutoencoderKLWan:
         out_channels=12,
         patch_size=2,
         scale_factor_spatial=16,
+    )
+
+
+def cosmos3_sound() -> Cosmos3AVAEAudioTokenizer:
+    """The decoder half alone, eight samples a latent, at 800 samples a second."""
+    return Cosmos3AVAEAudioTokenizer(
+        sampling_rate=800,
+        vocoder_input_dim=8,
+        dec_dim=8,
+        dec_c_mults=(1, 2),
+        dec_strides=(2, 4),
+        hop_size=8,
+        encoder_enabled=False,
     )

@@ -29,7 +29,7 @@ def randomise(module: nn.Module, seed: int) -> None:
 
     for name, parameter in module.named_parameters():
         leaf = name.rpartition(".")[2]
-        if leaf == "gamma" or (leaf == "weight" and parameter.ndim == 1):
+        if leaf in ("gamma", "weight_g") or (leaf == "weight" and parameter.ndim == 1):
             draw(parameter, 0.1, centre=1.0)
         elif parameter.ndim < 2 or leaf.endswith(("_table", "_embed", "_token", "embedding")):
             draw(parameter, 0.1)
