@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -58,7 +59,7 @@ def check_prerequisites() -> None:
 
 
 def _check_build_tools() -> None:
-    compiler = os.environ.get("CXX", "c++")
+    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if shutil.which(compiler) is None:
         raise EmulatorUnavailableError(
             f"greenroom.emulator: no C++ compiler ({compiler!r} is not on PATH); install g++ or clang with "
@@ -78,6 +79,8 @@ def _compile(folder: Path, library: Path) -> ModuleType:
     _check_build_tools()
     from torch.utils import cpp_extension
 
+    for leftover in folder.glob("build-*"):  # of a process that was killed: nobody else builds, we hold the lock
+        shutil.rmtree(leftover, ignore_errors=True)
     os.environ.setdefault("MAX_JOBS", "2")  # each unit of torch's headers takes about 2 GiB to compile
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as scratch:
         print("greenroom.emulator: compiling (about a minute, once)", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from greenroom.emulator.index import DeviceLike, device_index
 _C = load_extension()
 
 DEFAULT_CAPACITY = 16 << 30
+_PRIVATE_USE_1 = 20  # c10::DeviceType of the out-of-tree device, as torch.Stream wants it
 _RACE_MODES = {"off": 0, "collect": 1, "raise": 2}
 
 
@@ -253,6 +254,8 @@ def reset() -> None:
     set_memory_timeline(False)
     reset_counters()
     reset_peak_pinned()
-    for index in range(_C.device_count()):
+    for index in reversed(range(_C.device_count())):
         _C.reset_peak(index)
+        default = torch.Stream(stream_id=0, device_index=index, device_type=_PRIVATE_USE_1)
+        torch.accelerator.set_stream(default)
     _C.set_device(0)

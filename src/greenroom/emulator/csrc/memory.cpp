@@ -312,7 +312,9 @@ struct CpuHook final : c10::Allocator {
   c10::Allocator* base;
   explicit CpuHook(c10::Allocator* b) : base(b) {}
   c10::DataPtr allocate(size_t n) override {
-    if (kernel_device < 0) return base->allocate(n);
+    // Kernels turn their scalar arguments into tensors of one element; on a device they are plain arguments.
+    constexpr size_t kScalar = 16;
+    if (kernel_device < 0 || n <= kScalar) return base->allocate(n);
     auto dp = emu::allocate(n, kernel_device);
     dp.unsafe_set_device(c10::Device(c10::DeviceType::CPU));
     return dp;
