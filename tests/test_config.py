@@ -265,11 +265,7 @@ REFUSALS = [
         "whole number",
     ),
     (
-        {
-            "config": layer(
-                components=["dit", "text_encoder"], layer_options={"text_encoder": {"resident_layers": 2}}
-            )
-        },
+        {"config": layer(components=["dit", "text_encoder"], layer_options={"text_encoder": {"resident_layers": 2}})},
         "layer_options.text_encoder.resident_layers",
         2,
         'only for "dit"',

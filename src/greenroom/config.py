@@ -122,9 +122,7 @@ class OffloadConfig:
         options = _layer_options(layer_options, mode, chosen)
         _boolean("distributed", distributed)
         if distributed and mode != "layer":
-            raise ConfigError(
-                "distributed", distributed, f'false with mode "{mode}"; true needs mode "layer"'
-            )
+            raise ConfigError("distributed", distributed, f'false with mode "{mode}"; true needs mode "layer"')
         _one_of("pin_failure_policy", pin_failure_policy, PIN_FAILURE_POLICIES)
         budget = None if memory_budget is None else Memory.parse(memory_budget, "memory_budget")
         values = {
@@ -260,9 +258,7 @@ def parse_config(
     if budget is None or budget == parsed.memory_budget:
         return parsed
     if parsed.memory_budget is not None:
-        raise ConfigError(
-            "memory", memory, f"nothing beside a config whose memory_budget is {parsed.memory_budget}"
-        )
+        raise ConfigError("memory", memory, f"nothing beside a config whose memory_budget is {parsed.memory_budget}")
     return _from_mapping({**parsed.to_mapping(), "memory_budget": budget})
 
 
@@ -293,9 +289,7 @@ def _from_flags(flags: Mapping[str, bool], legacy: Mapping[str, Any], budget: Me
         pin_budget, chunk = legacy["dlo_pin_budget_gb"], legacy["dlo_chunk_size_mb"]
         return OffloadConfig(
             mode="layer",
-            layer_options={
-                "dit": {"weight_transfer": transfer, "resident_layers": legacy["dlo_resident_layers"]}
-            },
+            layer_options={"dit": {"weight_transfer": transfer, "resident_layers": legacy["dlo_resident_layers"]}},
             pin_memory=True if pin_budget is None else round(pin_budget * 10**9),
             memory_budget=budget,
             distributed=True,
@@ -304,9 +298,7 @@ def _from_flags(flags: Mapping[str, bool], legacy: Mapping[str, Any], budget: Me
         )
     for name, default in _LEGACY_DEFAULTS.items():
         if legacy[name] != default:
-            raise ConfigError(
-                name, legacy[name], f"{default!r}, unless enable_distributed_layerwise_offload is given"
-            )
+            raise ConfigError(name, legacy[name], f"{default!r}, unless enable_distributed_layerwise_offload is given")
     if flags["enable_layerwise_offload"]:
         return OffloadConfig(mode="layer", memory_budget=budget)
     if flags["enable_cpu_offload"]:
@@ -401,17 +393,13 @@ def _layer_options(value: object, mode: str, components: tuple[str, ...]) -> Fro
     if value is None:
         return FrozenDict()
     if not isinstance(value, Mapping):
-        raise ConfigError(
-            "layer_options", value, f"a mapping from a component ({_words(components)}) to its options"
-        )
+        raise ConfigError("layer_options", value, f"a mapping from a component ({_words(components)}) to its options")
     if value and mode == "module":
         raise ConfigError("layer_options", dict(value), 'nothing with mode "module"; mode "layer" or "auto"')
     result: dict[str, LayerOptions] = {}
     for name, item in value.items():
         if name not in components:
-            raise ConfigError(
-                f"layer_options.{name}", item, f"options for a selected component: {_words(components)}"
-            )
+            raise ConfigError(f"layer_options.{name}", item, f"options for a selected component: {_words(components)}")
         result[name] = _one_layer_options(f"layer_options.{name}", name, item)
     return FrozenDict(result)
 
@@ -459,13 +447,9 @@ def _check_legacy(legacy: Mapping[str, object]) -> None:
         or not isinstance(gigabytes, int | float)
         or not SMALLEST_PIN_BUDGET <= cast(float, gigabytes) * 10**9 < float("inf")
     ):
-        raise ConfigError(
-            "dlo_pin_budget_gb", gigabytes, "a number of GB of at least 1 MiB (0.002), or nothing"
-        )
+        raise ConfigError("dlo_pin_budget_gb", gigabytes, "a number of GB of at least 1 MiB (0.002), or nothing")
     megabytes = legacy["dlo_chunk_size_mb"]
-    if megabytes is not None and (
-        isinstance(megabytes, bool) or not isinstance(megabytes, int) or megabytes < 1
-    ):
+    if megabytes is not None and (isinstance(megabytes, bool) or not isinstance(megabytes, int) or megabytes < 1):
         raise ConfigError("dlo_chunk_size_mb", megabytes, "a whole number of MB >= 1, or nothing")
 
 

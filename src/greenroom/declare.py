@@ -135,9 +135,7 @@ def component_lists_of(pipeline: object) -> ComponentLists | None:
         found[role] = _paths(f"{owner}.{attribute}", value)
         for path in found[role]:
             if path in seen:
-                raise ConfigError(
-                    f"{owner}.{attribute}", path, f"paths that {seen[path]} does not name as well"
-                )
+                raise ConfigError(f"{owner}.{attribute}", path, f"paths that {seen[path]} does not name as well")
             seen[path] = attribute
     return ComponentLists(**found) if found else None
 
@@ -175,9 +173,7 @@ def block_paths(module: nn.Module, containers: Iterable[str]) -> tuple[str, ...]
             raise TopologyError(f"{type(module).__name__} has no block under {container!r}")
         for path in paths:
             if path in result:
-                raise TopologyError(
-                    f"{type(module).__name__}: block {path!r} is named twice, at last by {container!r}"
-                )
+                raise TopologyError(f"{type(module).__name__}: block {path!r} is named twice, at last by {container!r}")
         result += paths
     return tuple(result)
 

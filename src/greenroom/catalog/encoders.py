@@ -21,9 +21,7 @@ def _vision_language_models(
 ) -> tuple[ModelDeclaration, ModelDeclaration]:
     """A vision-language model, bare and with its head; a text-only call does not run the vision blocks."""
     return (
-        ModelDeclaration(
-            bare or f"{family}Model", _TEXT, ("language_model.layers",), occasional_blocks=(vision,)
-        ),
+        ModelDeclaration(bare or f"{family}Model", _TEXT, ("language_model.layers",), occasional_blocks=(vision,)),
         ModelDeclaration(
             f"{family}ForConditionalGeneration",
             _TEXT,
@@ -35,12 +33,8 @@ def _vision_language_models(
 
 
 TEXT_ENCODERS = (
-    ModelDeclaration(
-        "T5EncoderModel", _TEXT, ("encoder.block",), notes="shared is tied to encoder.embed_tokens."
-    ),
-    ModelDeclaration(
-        "UMT5EncoderModel", _TEXT, ("encoder.block",), notes="shared is tied to encoder.embed_tokens."
-    ),
+    ModelDeclaration("T5EncoderModel", _TEXT, ("encoder.block",), notes="shared is tied to encoder.embed_tokens."),
+    ModelDeclaration("UMT5EncoderModel", _TEXT, ("encoder.block",), notes="shared is tied to encoder.embed_tokens."),
     ModelDeclaration("CLIPTextModel", _TEXT, ("encoder.layers",)),
     ModelDeclaration("CLIPTextModelWithProjection", _TEXT, ("text_model.encoder.layers",)),
     *_vision_language_models("Qwen2_5_VL", "visual.blocks"),

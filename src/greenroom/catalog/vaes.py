@@ -9,9 +9,7 @@ from greenroom.catalog.declaration import ModelDeclaration
 _CODEC = ("encode", "decode")
 VAES = (
     ModelDeclaration("AutoencoderKL", "vae", hold=_CODEC),
-    ModelDeclaration(
-        "AutoencoderKLFlux2", "vae", hold=_CODEC, resident=("bn",), notes="Statistics read outside."
-    ),
+    ModelDeclaration("AutoencoderKLFlux2", "vae", hold=_CODEC, resident=("bn",), notes="Statistics read outside."),
     ModelDeclaration("AutoencoderKLQwenImage", "vae", hold=_CODEC),
     ModelDeclaration("AutoencoderKLWan", "vae", hold=_CODEC),
     ModelDeclaration("AutoencoderTiny", "vae", hold=_CODEC),
