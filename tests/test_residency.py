@@ -446,3 +446,29 @@ def test_the_arithmetic_imports_the_standard_library_alone() -> None:
                 roots.add(node.module.split(".")[0])
     assert roots
     assert not roots & {"torch", "numpy", "diffusers", "transformers"}
+
+
+def test_unmeasured_blocks_are_spread() -> None:
+    """Before the first forward no compute time is known; a head of residents would be a poor guess."""
+    blocks, curve = [Block(100, 0.0)] * 24, TransferCurve(0.0, 100.0)
+    for chosen in (resident_count(blocks, 8, curve), choose(blocks, 1000, curve)):
+        assert len(chosen.resident) == 8
+        gaps = [b - a for a, b in itertools.pairwise([*chosen.resident, chosen.resident[0] + 24])]
+        assert max(gaps) - min(gaps) <= 1
+        assert chosen.step_s == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_equal_predictions_go_to_the_choice_with_time_to_spare(ratio: float) -> None:
+    """Where compute hides every copy, residents at the head and spread ones are predicted alike."""
+    blocks, curve = [Block(100, 1.0)] * 24, TransferCurve(0.0, 100.0 / ratio)
+    chosen = choose(blocks, 1000, curve)
+    slower = TransferCurve(0.0, 100.0 / ratio / 2.5)
+    head = simulate(blocks, range(8), 200, slower).step_s
+    assert simulate(blocks, chosen.resident, chosen.arena_bytes, slower).step_s < head
+
+
+def test_an_arena_beyond_all_need_costs_no_time_to_plan() -> None:
+    """Small streamed blocks in a vast arena: a lap of the ring may hold millions of forwards."""
+    blocks, curve = [Block(1, 1.0), Block(10**9, 1.0)], TransferCurve(0.0, 1e9)
+    assert simulate(blocks, [1], 10**9, curve).step_s == pytest.approx(2.0)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from greenroom.residency.curve import TransferCurve
-from greenroom.residency.ring import MAX_FORWARDS, Block, Ring
+from greenroom.residency.ring import Block, Ring, simulate
 
-# A search step sees this many forwards; the winner is measured in full.
+# A search step sees this many forwards; the winner is simulated in full.
 _SEARCH_FORWARDS = 8
 _SEARCH_TIGHT = 1e-3
 # Simulated blocks (streamed blocks x forwards) that one choice of up to 60 blocks may cost; longer ones in
@@ -26,8 +26,13 @@ _SEARCH_WORK = 70_000
 # An arena that cannot hold a block in use beside the next one leaves no time to spare for a late copy; it is
 # taken only when it is predicted to be this much faster.
 _ONE_SLOT_GAIN = 0.985
-# Steps closer than this are equal: then the choice that copies less wins.
+# Steps closer than this are equal. Then the first few that copy least are compared on a bus slower by a half:
+# measured times drift, and a choice with time to spare keeps its step.
 _SAME_STEP = 1e-4
+_STRESS = 1.5
+_STRESSED = 8
+# Copy over compute where no compute time is known.
+_UNKNOWN = 3.0
 # A step this close to what no choice can beat ends the search.
 _GOOD_ENOUGH = 1.001
 # Block lists up to this length are searched exhaustively (SDXL's UNet has seven).
@@ -77,10 +82,10 @@ def choose(
 ) -> Residency:
     """The resident set and arena with the least predicted step whose bytes stay within ``budget_bytes``.
 
-    blocks: in execution order, with sizes and measured compute seconds; gap_s: compute seconds between two
-    forwards (non-block layers, scheduler); arena_bytes: an arena given from outside, part of the budget, for
-    rings that several components share; refine: False leaves out the exchanges, for a first look that costs
-    a tenth. Equal inputs give equal results.
+    blocks: in execution order, with sizes and compute seconds (all zero: not known yet); gap_s: compute
+    seconds between two forwards (non-block layers, scheduler); arena_bytes: an arena given from outside, part
+    of the budget, for rings that several components share; refine: False leaves out the exchanges, for a
+    first look that costs a tenth. Equal inputs give equal results.
 
     Raises ValueError when the budget is below `minimum_bytes`, or a given arena below the largest block.
     """
@@ -124,8 +129,14 @@ class _Task:
 
     def __init__(self, blocks: Sequence[Block], curve: TransferCurve, gap_s: float) -> None:
         self.sizes = [b.bytes for b in blocks]
-        self.computes = [b.compute_s for b in blocks]
+        self.blocks = blocks
+        self.curve = curve
         self.copies = [curve.seconds(b.bytes) for b in blocks]
+        self.computes = [b.compute_s for b in blocks]
+        if not any(self.computes):
+            # Nothing measured yet: every choice with the same bytes would look alike. In proportion to the
+            # copies, and shorter, residents are spread evenly, which is right whatever comes.
+            self.computes = [copy / _UNKNOWN for copy in self.copies]
         self.costs = self.sizes  # what a resident takes from the limit: bytes, or one for a count
         self.gap_s = gap_s
         self.total_bytes = sum(self.sizes)
@@ -134,15 +145,21 @@ class _Task:
         self.work = _SEARCH_WORK * max(len(blocks), 60) // 60
         self._known: dict[tuple[frozenset[int], int], float] = {}
 
-    def step(self, resident: frozenset[int], arena: int, exact: bool = False) -> float:
+    def step(self, resident: frozenset[int], arena: int) -> float:
         key = (resident, arena)
-        if not exact and key in self._known:
+        if key in self._known:
             return self._known[key]
         ring = Ring(self.sizes, self.copies, self.computes, resident, arena, self.gap_s)
         self.work -= 5 * len(ring.streamed) + 20
-        step = ring.steady(MAX_FORWARDS) if exact else ring.steady(_SEARCH_FORWARDS, _SEARCH_TIGHT)
+        step = ring.steady(_SEARCH_FORWARDS, _SEARCH_TIGHT)
         self._known[key] = step
         return step
+
+    def stressed(self, candidate: _Candidate) -> float:
+        """Step of a candidate on a slower bus."""
+        copies = [copy * _STRESS for copy in self.copies]
+        ring = Ring(self.sizes, copies, self.computes, candidate.resident, candidate.arena, self.gap_s)
+        return ring.steady(_SEARCH_FORWARDS, _SEARCH_TIGHT)
 
     @property
     def least_cost(self) -> int:
@@ -158,9 +175,11 @@ class _Task:
         return self.copy_s - sum(self.copies[i] for i in resident)
 
     def result(self, resident: frozenset[int], arena: int) -> Residency:
-        bound = max(self.compute_s, self.streamed_s(resident))
+        steady = simulate(self.blocks, resident, arena, self.curve, gap_s=self.gap_s)
+        compute = sum(b.compute_s for b in self.blocks) + self.gap_s
         held = sum(self.sizes[i] for i in resident) + arena
-        return Residency(tuple(sorted(resident)), arena, self.step(resident, arena, exact=True), bound, held)
+        bound = max(compute, self.streamed_s(resident))
+        return Residency(tuple(sorted(resident)), arena, steady.step_s, bound, held)
 
 
 @dataclass(frozen=True)
@@ -234,11 +253,14 @@ def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: 
         two_slots = min((c.streamed_s for c in pool.values() if not c.one_slot), default=math.inf)
         one_slot = min(c.streamed_s for c in pool.values()) / _ONE_SLOT_GAIN
         floor = max(task.compute_s, min(two_slots, one_slot))
-        return _pick(pool.values()).step_s <= floor * _GOOD_ENOUGH
+        return _fastest(pool.values()).step_s <= floor * _GOOD_ENOUGH
 
     for frame in frames:
-        enter(frame, _head(task, frame))
+        # The even ones first: where nothing else tells candidates apart, the first one stays.
+        if len(set(task.sizes)) == 1:
+            enter(frame, frozenset(spread(len(task.sizes), min(len(task.sizes), frame.limit // task.costs[0]))))
         enter(frame, _fill(task, frame, 0, 0.5))
+        enter(frame, _head(task, frame))
         if grow:  # no more residents than must be, and all the rest for the arena
             enter(frame, frame.forced)
     if not good() and whole is not None and len(task.sizes) <= _EXHAUSTIVE:
@@ -246,7 +268,7 @@ def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: 
             resident = frozenset(i for i in range(len(task.sizes)) if bits >> i & 1)
             for candidate in _every_arena(task, resident, whole):
                 pool.setdefault((candidate.resident, candidate.arena), candidate)
-        return _pick(pool.values()).result(task)
+        return _pick(task, pool.values()).result(task)
     if not good():
         for frame in _distinct_frames(pool.values(), 4):
             for level in _some(sorted(set(task.sizes)), 4):
@@ -264,7 +286,7 @@ def _search(task: _Task, frames: Sequence[_Frame], budget: int | None, *, grow: 
         for seed in sorted(pool.values(), key=_Candidate.key)[:3] if whole is not None else ():
             for candidate in _every_arena(task, seed.resident, whole or 0):
                 pool.setdefault((candidate.resident, candidate.arena), candidate)
-    return _pick(pool.values()).result(task)
+    return _pick(task, pool.values()).result(task)
 
 
 def _distinct_frames(pool: Iterable[_Candidate], count: int) -> list[_Frame]:
@@ -312,15 +334,22 @@ def _every_arena(task: _Task, resident: frozenset[int], whole: int) -> Iterator[
         yield _judge(task, _Frame(_fixed(arena), resident, whole - arena), resident, None)
 
 
-def _pick(pool: Collection[_Candidate]) -> _Candidate:
-    """The fastest; among equals the one that copies least; one slot only where it gains enough."""
+def _fastest(pool: Collection[_Candidate]) -> _Candidate:
+    """The least step; one slot only where it gains enough."""
     best = min(pool, key=_Candidate.key)
     roomy = min((c for c in pool if not c.one_slot), key=_Candidate.key, default=best)
-    if best.one_slot and best.step_s > roomy.step_s * _ONE_SLOT_GAIN:
-        best = roomy
+    return roomy if best.one_slot and best.step_s > roomy.step_s * _ONE_SLOT_GAIN else best
+
+
+def _pick(task: _Task, pool: Collection[_Candidate]) -> _Candidate:
+    """The fastest; among equals the one that stands a slower bus best, then the one that copies least."""
+    best = _fastest(pool)
     limit = best.step_s * (1 + _SAME_STEP)
     near = [c for c in pool if c.step_s <= limit and (best.one_slot or not c.one_slot)]
-    return min(near, key=lambda c: (c.streamed_s, c.arena))
+    near.sort(key=lambda c: (c.streamed_s, c.arena))
+    if len(near) == 1:
+        return near[0]
+    return min(near[:_STRESSED], key=lambda c: (round(task.stressed(c) / best.step_s, 3), c.streamed_s, c.arena))
 
 
 def _head(task: _Task, frame: _Frame) -> frozenset[int]:
