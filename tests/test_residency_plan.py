@@ -190,6 +190,27 @@ def test_the_dit_fills_what_the_encoder_leaves_and_pays_for_it() -> None:
     assert dit.seconds == pytest.approx(forwards + CURVE.seconds(dit.refill_bytes), rel=1e-3)
 
 
+def test_each_entry_of_a_phase_pays_for_its_refill() -> None:
+    """A component that others displace in the middle of a call comes in again."""
+    blocks = equal(100, 0.001, 30)
+    model = PipelineModel(
+        (
+            Component("transformer", "dit", 0, blocks, calls=100, loads=2, strategies=("swap",)),
+            Component("vae", "vae", 100 * MB, other_s=0.1, loads=3, strategies=("swap",)),
+        )
+    )
+    plan = plan_call(model, 3 * GB, CURVE)
+    assert plan.component("transformer").seconds == pytest.approx(100 * 0.03 + 2 * CURVE.seconds(3 * GB))
+    assert plan.component("vae").seconds == pytest.approx(0.1 + 3 * CURVE.seconds(100 * MB))
+    streamed = Component("transformer", "dit", 0, blocks, calls=100, loads=2, strategies=("stream",))
+    decoder = Component("vae", "vae", 0, activation_bytes=2900 * MB)
+    tight = plan_call(PipelineModel((streamed, decoder)), 2950 * MB, CURVE)
+    part = tight.component("transformer")
+    assert (part.strategy, part.hold) == ("stream", "phase")
+    forwards = 2 * run_s(blocks, part.resident, part.arena_bytes, CURVE, 50)
+    assert part.seconds == pytest.approx(forwards + 2 * CURVE.seconds(part.refill_bytes), rel=1e-3)
+
+
 def test_few_steps_do_not_repay_a_refill() -> None:
     """With one forward a call, residents that come in per call save nothing over streaming them."""
     dit = plan_call(flux2(calls=1), 32 * GB, CURVE).component("transformer")
