@@ -165,11 +165,11 @@ class HostUnit:
         Raises:
             RuntimeError: `allocate` failed; nothing was changed.
         """
-        slab = allocate(self.nbytes)
         with torch.inference_mode(False), torch.no_grad():
+            slab = allocate(self.nbytes)
             views = self.views(slab)
-            for tensor, view in zip(self.tensors, views, strict=True):
-                view.copy_(tensor.detach())
+            for offset, span, members in self._groups:
+                slab[offset : offset + span].copy_(_bytes([self.tensors[i] for i in members]))
             self._origin = [t.device for t in self.tensors]
             self.master, self.pinned = slab, pinned
             self._set_master_views(views)
@@ -184,7 +184,7 @@ class HostUnit:
         """Gives each tensor memory of its own again, where it was before `adopt`; ties and strides are kept."""
         if self.master is None:
             return
-        self.release()
+        self.release(thorough=True)
         self.absorb()
         with torch.inference_mode(False), torch.no_grad():
             for offset, span, members in self._groups:
@@ -216,10 +216,17 @@ class HostUnit:
             tensor.data = view
         self._versions = [t._version for t in tensors] if self.versioned else [0] * len(tensors)
 
-    def release(self) -> None:
-        """Points the tensors at the master again, after writing back what was changed on the device."""
+    def release(self, *, thorough: bool = False) -> None:
+        """Points the tensors at the master again, after writing back what was changed on the device.
+
+        Args:
+            thorough: compare every byte with the master instead of trusting the version counters, which an edit
+                through `.data` goes past. For units that were on the device long enough to be edited.
+        """
         if self._bound is None:
             return
+        if thorough:
+            self._write_back_differences()
         versions = [t._version for t in self.tensors] if self.versioned else self._versions
         addresses = [t.data_ptr() for t in self.tensors]
         if versions != self._versions or addresses != self._bound_at:
@@ -231,18 +238,35 @@ class HostUnit:
             tensor.data = view
         self._bound = None
 
+    def write_back(self) -> None:
+        """Brings the master up to date with a bound unit whose tensors may have been edited on the device."""
+        if self._bound is not None:
+            views, addresses = self._bound, self._bound_at
+            self.release(thorough=True)
+            self.bind(views, addresses)
+
     @property
     def bound(self) -> bool:
         return self._bound is not None
 
     # ------------------------------------------------------------------ edits
 
+    def _write_back_differences(self) -> None:
+        assert self.master is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for offset, span, members in self._groups:
+                group = [self.tensors[i] for i in members]
+                if span and [t.data_ptr() for t in group] == [self._bound_at[i] for i in members]:
+                    value = _bytes(group).cpu()
+                    if not torch.equal(value, self.master[offset : offset + span]):
+                        self.master[offset : offset + span].copy_(value)
+
     def _write_back(self, tensor: torch.Tensor) -> None:
         i = next(k for k, t in enumerate(self.tensors) if t is tensor)
         with torch.inference_mode(False), torch.no_grad():
             value = tensor.detach()
             if _same_layout(value, self._places[i]):
-                self._master_views[i].copy_(value)
+                _bytes([self._master_views[i]]).copy_(_bytes([value]))
             else:
                 self._repack(i, value.cpu())
 
@@ -279,6 +303,13 @@ class HostUnit:
         self.master = slab
         self.layout += 1
         self._set_master_views(views)
+
+
+def _bytes(group: list[torch.Tensor]) -> torch.Tensor:
+    """The bytes that tensors of one storage span, as they lie there: layout, overlaps and gaps included."""
+    start, stop = min(extent(t)[0] for t in group), max(extent(t)[1] for t in group)
+    flat = torch.empty(0, dtype=torch.uint8, device=group[0].device)
+    return flat.set_(group[0].untyped_storage(), start, (stop - start,), (1,))
 
 
 def _same_layout(value: torch.Tensor, place: _Place) -> bool:

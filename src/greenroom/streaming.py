@@ -16,6 +16,7 @@ Note [An unexpected order is never wrong]
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -71,30 +72,42 @@ class Copier:
             for unit in units:
                 if unit.edited:
                     unit.absorb()
-            # Allocated before anything is enqueued, so that a failure leaves nothing in flight.
-            buffers = [accelerator.empty(unit.nbytes) for unit in units]
-            # The memory may still be in use by earlier work of the compute stream, to which the allocator gave it.
-            allocated = accelerator.new_event()
-            allocated.record(accelerator.current_stream())
-            self.stream.wait_event(allocated)
-            copies = []
-            for unit, buffer in zip(units, buffers, strict=True):
-                copy = DeviceCopy(unit, buffer, accelerator.new_event())
-                self.fill(buffer, unit, copy.ready)
-                copies.append(copy)
+            copies: list[DeviceCopy] = []
+            try:
+                # Allocated before anything is enqueued, so that too little memory leaves nothing in flight.
+                for unit in units:
+                    copies.append(DeviceCopy(unit, accelerator.empty(unit.nbytes), accelerator.new_event()))
+                # The memory may still be in use by earlier work of the compute stream, which the allocator took it from.
+                allocated = accelerator.new_event()
+                allocated.record(accelerator.current_stream())
+                self.stream.wait_event(allocated)
+                for copy in copies:
+                    self.fill(copy.buffer, copy.unit, copy.ready)
+            except BaseException as error:
+                self.settle()
+                # A traceback that somebody keeps must not keep the memory.
+                copies.clear()
+                copy = None  # type: ignore[assignment]
+                traceback.clear_frames(error.__traceback__)
+                raise
             # Also what makes it safe to free the buffers in the order of the compute stream.
-            compute = accelerator.current_stream()
             for copy in copies[-1:]:
-                compute.wait_event(copy.ready)
+                accelerator.current_stream().wait_event(copy.ready)
             for copy in copies:
                 copy.unit.bind(copy.views, copy.addresses)
         return copies
 
-    def drop(self, copies: list[DeviceCopy]) -> None:
+    def drop(self, copies: list[DeviceCopy], *, thorough: bool = False) -> None:
         """Releases units that `load` brought in and frees their device memory."""
         for copy in copies:
-            copy.unit.release()
+            copy.unit.release(thorough=thorough)
         copies.clear()
+
+    def settle(self) -> None:
+        """Puts the compute stream behind every copy in flight, so that memory they write may be freed on it."""
+        done = self.accelerator.new_event()
+        done.record(self.stream)
+        self.accelerator.current_stream().wait_event(done)
 
 
 class _Stay:
@@ -248,10 +261,7 @@ class BlockStream:
                 block.stay = None
                 block.forget_views()
         if self.arena is not None:
-            # Freed in the order of the compute stream, which has to be past the copies that are in flight.
-            done = self.accelerator.new_event()
-            done.record(self.copier.stream)
-            self.accelerator.current_stream().wait_event(done)
+            self.copier.settle()
         self._stays.clear()
         self.arena = None
         self.arena_bytes = 0
@@ -260,6 +270,8 @@ class BlockStream:
 
     def abandon(self) -> None:
         """Lets go of everything, for when the modules are gone: blocks, stays and tracks know each other."""
+        if self.arena is not None:
+            self.copier.settle()
         for track in self.tracks:
             for block in track.blocks:
                 block.stay = None
@@ -345,11 +357,15 @@ class BlockStream:
 
     def end_call(self) -> None:
         """The pipeline's call is over. What was fetched ahead is given up: weights may be edited between calls."""
+        self.forget()
+        self._history, self._calls = self._calls, []
+        self._as_before = True
+
+    def forget(self) -> None:
+        """Gives up what was fetched ahead, for when masters may have been edited."""
         for block in self.streamed:
             if block.stay is not None and not block.unit.bound:
                 self._forget(block.stay)
-        self._history, self._calls = self._calls, []
-        self._as_before = True
         self._last = None
 
     def pump(self) -> None:
@@ -492,11 +508,11 @@ class BlockStream:
         for block, copy in zip(blocks, self.copier.load([b.unit for b in blocks]), strict=True):
             block.fixed = copy
 
-    def unfix(self, blocks: Sequence[StreamedBlock]) -> None:
+    def unfix(self, blocks: Sequence[StreamedBlock], *, thorough: bool = False) -> None:
         """Lets fixed blocks pass through the arena again and frees their buffers."""
         for block in blocks:
             if block.fixed is not None:
-                block.unit.release()
+                block.unit.release(thorough=thorough)
                 block.fixed = None
 
     def hold(self, track: Track) -> None:

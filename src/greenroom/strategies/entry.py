@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ _COMPUTES = re.compile(
     r"(encode|decode|tiled_|spatial_tiled|temporal_tiled|generate|sample|embed|quantize|forward_|get_\w+_features|"
     r"get_\w+_embeddings?|vision_|language_|denoise|predict|apply_)"
 )
+
+
+_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
 
 
 class Occupancy:
@@ -69,11 +72,12 @@ class Occupancy:
     def _heal(self) -> None:
         """Forgets those who left without a word: KeyboardInterrupt and the like run no forward hooks."""
         live = set()
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if "self" in frame.f_locals:
+            # Asking a frame for its locals makes it keep them; in these frames the arguments live as long anyway.
+            if frame.f_code in _CALLS:
                 live.add(id(frame.f_locals["self"]))
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         kept = [d for d in self.inside if id(d.module()) in live or d.serving]
         for _ in range(len(self.inside) - len(kept)):
             self.lock.release()

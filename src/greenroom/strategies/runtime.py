@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,8 +63,9 @@ class Runtime:
         self._finalizers: list[weakref.finalize] = []
         try:
             self._enable(plan, residents, arena_bytes)
-        except BaseException:
+        except BaseException as error:
             self.disable()
+            traceback.clear_frames(error.__traceback__)  # whoever keeps it must not keep device memory
             raise
         # Kept alive by the modules and by nothing else, and taken apart when the last of them is gone: hooks, parts
         # and blocks know each other, and memory should not wait for the garbage collector.
@@ -118,7 +120,7 @@ class Runtime:
             self.unpinned_bytes += unit.nbytes
 
     def _keep(self, copies: list[Any]) -> None:
-        self._undo.callback(self.copier.drop, copies)
+        self._undo.callback(self.copier.drop, copies, thorough=True)
 
     def _place(self, part: Part, component: Component, residents: Callable[[Component], Sequence[int]]) -> None:
         always = [part.pinned_down] if part.pinned_down.tensors else []
@@ -171,7 +173,7 @@ class Runtime:
             self.stream.abandon()
 
     def _drop_all(self) -> None:
-        self.stream.unfix([b for t in self.stream.tracks for b in t.blocks])
+        self.stream.unfix([b for t in self.stream.tracks for b in t.blocks], thorough=True)
         self.stream.close_arena()
         for part in self.parts:
             self.copier.drop(part.copies)
@@ -217,14 +219,18 @@ class Runtime:
 
     @contextlib.contextmanager
     def materialized(self, module: nn.Module) -> Iterator[None]:
-        """The units that hold tensors of `module`, on the device in buffers of their own."""
+        """The units that hold tensors of `module`, on the device, and written back to their masters afterwards."""
         wanted = {id(t) for t in module_tensors(module)}
         units = [u for part in self.parts for u in part.units if any(id(t) in wanted for t in u.tensors)]
+        there = [u for u in units if u.bound]
         copies = self.copier.load([u for u in units if not u.bound])
         try:
             yield
         finally:
-            self.copier.drop(copies)
+            self.copier.drop(copies, thorough=True)
+            for unit in there:
+                unit.write_back()
+            self.stream.forget()
 
     def _prime_once(self) -> None:
         """The first component that is entered in a call starts the ring, so that its copies hide behind it."""
