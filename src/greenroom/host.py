@@ -18,6 +18,7 @@ Note [Masters are never copied back]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,10 @@ import torch
 ALIGNMENT = 64
 
 Alloc = Callable[[int], torch.Tensor]
+
+# Read for every tensor of every block that passes, so they are taken by `map`, which costs less than a loop.
+_address = torch.Tensor.data_ptr
+_version = operator.attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -214,7 +219,7 @@ class HostUnit:
         tensors = self.tensors
         for tensor, view in zip(tensors, views):  # noqa: B905 - hot path, lengths are equal by construction
             tensor.data = view
-        self._versions = [t._version for t in tensors] if self.versioned else [0] * len(tensors)
+        self._versions = self.versions()
 
     def release(self, *, thorough: bool = False) -> None:
         """Points the tensors at the master again, after writing back what was changed on the device.
@@ -227,8 +232,8 @@ class HostUnit:
             return
         if thorough:
             self._write_back_differences()
-        versions = [t._version for t in self.tensors] if self.versioned else self._versions
-        addresses = [t.data_ptr() for t in self.tensors]
+        versions = self.versions()
+        addresses = list(map(_address, self.tensors))
         if versions != self._versions or addresses != self._bound_at:
             expected = list(zip(versions, self._versions, addresses, self._bound_at, strict=True))
             for tensor, (version, was, address, at) in zip(list(self.tensors), expected, strict=True):
@@ -273,7 +278,11 @@ class HostUnit:
     @property
     def edited(self) -> bool:
         """Whether a released tensor was given other memory than its master (an assignment to `.data`, a cast)."""
-        return [t.data_ptr() for t in self.tensors] != self._master_at
+        return list(map(_address, self.tensors)) != self._master_at
+
+    def versions(self) -> list[int]:
+        """The version counters of the tensors, which each edit in place moves; zeros where there are none."""
+        return list(map(_version, self.tensors)) if self.versioned else [0] * len(self.tensors)
 
     def absorb(self) -> bool:
         """Takes values that were put in place of a master while the unit was released; True if there were any."""

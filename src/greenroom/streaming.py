@@ -381,6 +381,9 @@ class BlockStream:
             place = self._open_place(block.unit)
             if place is None:
                 return
+            if block.unit.edited:
+                block.unit.absorb()
+                continue  # it may have another size now
             self._copy_in(block, place)
             self._last = block
 
@@ -425,14 +428,14 @@ class BlockStream:
 
     def _open_place(self, unit: HostUnit) -> int | None:
         """Where the next block in turn goes, or None while what lies there is still needed."""
-        if unit.edited:
-            unit.absorb()
         start = self._head if self._head + unit.nbytes <= self.arena_bytes else 0
         stop = start + unit.nbytes
         if stop > self.arena_bytes:
             return None
-        taken = any(s.start < stop and start < s.stop and (s.wanted or _computes(s)) for s in self._stays)
-        return None if taken else start
+        for stay in self._stays:
+            if stay.start < stop and start < stay.stop and (stay.wanted or _computes(stay)):
+                return None
+        return start
 
     def _copy_in(self, block: StreamedBlock, start: int) -> _Stay:
         """Enqueues the copy of `block` to `start`, behind the last use of the bytes there."""
@@ -453,7 +456,7 @@ class BlockStream:
         flat, views, addresses = block.views_at(self.arena, start)
         stay.views = (views, addresses)
         self.copier.fill(flat, unit, stay.ready)
-        block.versions = [t._version for t in unit.tensors] if unit.versioned else []
+        block.versions = unit.versions()
         block.stay = stay
         keep.append(stay)
         self._stays = keep
@@ -490,7 +493,7 @@ class BlockStream:
     def _is_stale(self, block: StreamedBlock) -> bool:
         """Whether the master was edited in place after its copy was enqueued."""
         unit = block.unit
-        return unit.edited or (unit.versioned and [t._version for t in unit.tensors] != block.versions)
+        return unit.edited or unit.versions() != block.versions
 
     # ------------------------------------------------------------------ blocks that stay
 
@@ -531,7 +534,10 @@ class BlockStream:
 
 
 def _first_streamed(order: Sequence[StreamedBlock], start: int = 0) -> StreamedBlock | None:
-    return next((b for b in itertools.islice(order, start, None) if b.fixed is None), None)
+    for block in itertools.islice(order, start, None):
+        if block.fixed is None:
+            return block
+    return None
 
 
 def _computes(stay: _Stay) -> bool:
