@@ -27,6 +27,8 @@ import torch
 # Tensors start at multiples of this many bytes inside a slab: as aligned as a separate allocation is on the CPU and
 # enough for every vectorised kernel, which matters for equal results, since kernels pick their path by alignment.
 ALIGNMENT = 64
+# Device allocators hand out multiples of this many bytes. A slab that is one too costs exactly what the plan says.
+GRANULARITY = 512
 
 Alloc = Callable[[int], torch.Tensor]
 
@@ -159,7 +161,7 @@ class HostUnit:
             self._groups.append((offset, span, range(first, len(self.tensors))))
             self.weight_bytes += span
             offset += -(-span // ALIGNMENT) * ALIGNMENT
-        self.nbytes = offset
+        self.nbytes = -(-offset // GRANULARITY) * GRANULARITY
         """Size of the slab in bytes, the padding between tensors included."""
 
     # ------------------------------------------------------------------ taking over and giving back
