@@ -1,0 +1,349 @@
+"""Checkpoint -> pipeline whose weights are still in their files.
+
+Note [Weights are mapped, and copied once]
+    The loaders of diffusers and transformers build modules on the meta device and then point their parameters at
+    the mapped safetensors file. Nothing is read for that: pages come in when a tensor is used first, and that is when
+    the offload copies it into its pinned place. The kernel may drop the pages behind the copy, so no second copy of
+    the weights ever takes memory of its own. This holds as long as a tensor is wanted in the dtype that it is stored
+    in; one that has to be converted takes anonymous memory until its unit was copied. `LoadReport` says which is
+    which.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from greenroom.errors import ConfigError
+from greenroom.host import module_tensors
+from greenroom.loading.errors import CheckpointError
+from greenroom.loading.headers import ComponentFiles, component_files, find_tensor
+from greenroom.loading.locate import INDEX_FILE, locate, read_index, recommended_call
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ACCEPTED_DTYPES = '"auto" (as stored), ' + ", ".join(f'"{name}"' for name in DTYPES)
+DtypeWord = str | torch.dtype | None
+
+
+@dataclass(frozen=True)
+class ComponentLoad:
+    """How one component was loaded; figures in bytes.
+
+    Attributes:
+        name: its name in the pipeline.
+        class_name: the class of the module.
+        weights: bytes of its parameters and buffers.
+        mapped: of these, bytes that still lie in the file.
+        converted: of these, bytes that took memory of their own: other dtypes, buffers, other formats.
+        stored_dtype: the dtype that most of it is stored in, "" where unknown.
+        unexpected: tensors of the files that the module has no place for.
+        fallback: why the component was not mapped, or None.
+    """
+
+    name: str
+    class_name: str
+    weights: int
+    mapped: int
+    converted: int
+    stored_dtype: str
+    unexpected: tuple[str, ...]
+    fallback: str | None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How a checkpoint was loaded; seconds of wall time."""
+
+    folder: str
+    seconds: float
+    components: tuple[ComponentLoad, ...]
+
+    @property
+    def mapped(self) -> int:
+        return sum(c.mapped for c in self.components)
+
+    @property
+    def converted(self) -> int:
+        return sum(c.converted for c in self.components)
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Component -> why it was loaded the library's own way."""
+        return {c.name: c.fallback for c in self.components if c.fallback}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline on the CPU, and how it got there.
+
+    Attributes:
+        pipeline: the diffusers pipeline.
+        report: where its weights lie.
+        recommended: call arguments that the checkpoint recommends.
+    """
+
+    pipeline: Any
+    report: LoadReport
+    recommended: dict[str, Any]
+
+
+def load_checkpoint(
+    model: str | os.PathLike[str],
+    *,
+    dtype: DtypeWord | Mapping[str, DtypeWord] = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+) -> Loaded:
+    """Loads a diffusers checkpoint without reading its weights.
+
+    Args:
+        model: a folder, or a hub id.
+        dtype: None or "auto" keeps what is stored, component by component; else a torch dtype or its name, or a
+            mapping from component names to these. What a model keeps in float32 stays in float32.
+        variant: such as "fp16"; a component without files of that variant is loaded from its plain ones.
+        revision: branch, tag or commit on the hub.
+        local_files_only: download nothing.
+        trust_remote_code: run Python code that the checkpoint brings along.
+
+    Raises:
+        ConfigError: a word is not accepted.
+        CheckpointError: the checkpoint is not whole; names the file and the tensor.
+    """
+    check_dtype(dtype)
+    started = time.monotonic()
+    folder = locate(model, revision=revision, local_files_only=local_files_only)
+    index = read_index(folder)
+    if not trust_remote_code:
+        _refuse_remote_code(folder, index)
+    # Every header is read before the first module is built.
+    entries = {n: v for n, v in index.items() if not n.startswith("_") and isinstance(v, list) and v[0] is not None}
+    files = {name: found for name in entries if (found := component_files(folder, name, variant)) is not None}
+    _check_weights_present(folder, entries, files)
+    modules: dict[str, nn.Module] = {}
+    unexpected: dict[str, tuple[str, ...]] = {}
+    with _quiet():
+        for name, found in files.items():
+            cls = _module_class(*entries[name])
+            if cls is not None:
+                modules[name], unexpected[name] = _load_module(cls, folder, found, _dtype_of(dtype, name, found))
+        pipeline = _assemble(folder, modules, variant, trust_remote_code, dtype)
+    report = _report(folder, started, pipeline, files, modules, unexpected)
+    return Loaded(pipeline, report, recommended_call(folder))
+
+
+def check_dtype(dtype: object, field: str = "dtype") -> None:
+    """Raises ConfigError for a dtype that is not accepted."""
+    if isinstance(dtype, Mapping):
+        for name, value in dtype.items():
+            check_dtype(value, f"{field}.{name}")
+        return
+    if dtype is None or dtype == "auto" or (isinstance(dtype, str) and dtype in DTYPES):
+        return
+    if not (isinstance(dtype, torch.dtype) and dtype in DTYPES.values()):
+        raise ConfigError(field, dtype, ACCEPTED_DTYPES)
+
+
+def _dtype_of(dtype: Any, name: str, files: ComponentFiles) -> torch.dtype | None:
+    if isinstance(dtype, Mapping):
+        dtype = dtype.get(name, dtype.get("default"))
+    if isinstance(dtype, str) and dtype != "auto":
+        return DTYPES[dtype]
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    stored = files.stored_dtype
+    return stored if stored in DTYPES.values() else None
+
+
+def _refuse_remote_code(folder: Path, index: dict[str, Any]) -> None:
+    name = index["_class_name"]
+    wanted = None
+    if isinstance(name, list):
+        wanted = f"{INDEX_FILE} asks for the pipeline class {name}"
+    for component, value in index.items():
+        if isinstance(value, list) and value and isinstance(value[0], str) and (folder / component).is_dir():
+            config = folder / component / "config.json"
+            if (folder / component / f"{value[0]}.py").is_file():
+                wanted = f"{component} brings {value[0]}.py"
+            elif config.is_file() and "auto_map" in config.read_text():
+                with contextlib.suppress(ValueError):
+                    if json.loads(config.read_text()).get("auto_map") and _module_class(*value) is None:
+                        wanted = f"{component}/config.json asks for code of its own"
+    if wanted:
+        raise ConfigError(
+            "trust_remote_code", False, f"true for this checkpoint, since {wanted}", "read that code before you run it"
+        )
+
+
+def _check_weights_present(folder: Path, entries: dict[str, Any], files: dict[str, ComponentFiles]) -> None:
+    for name, value in entries.items():
+        if name not in files and _module_class(*value) is not None:
+            what = "has no weight files" if (folder / name).is_dir() else "is missing"
+            raise CheckpointError(folder / name, None, f"{what}, and {INDEX_FILE} lists it; download it again")
+
+
+def _module_class(library: str, name: str) -> type[nn.Module] | None:
+    """The class of a component that is a module of diffusers or transformers; None for what is left to diffusers."""
+    if library not in ("diffusers", "transformers"):
+        return None
+    cls = getattr(importlib.import_module(library), name, None)
+    return cls if inspect.isclass(cls) and issubclass(cls, nn.Module) else None
+
+
+def _load_module(
+    cls: Any, folder: Path, files: ComponentFiles, dtype: torch.dtype | None
+) -> tuple[nn.Module, tuple[str, ...]]:
+    arguments: dict[str, Any] = {"output_loading_info": True, "local_files_only": True, "variant": files.variant}
+    if dtype is not None:
+        arguments["dtype"] = dtype
+    if files.safetensors:
+        arguments["use_safetensors"] = True
+    shown = files.files[0] if len(files.files) == 1 else folder / files.name
+    try:
+        module, info = cls.from_pretrained(str(folder / files.name), **arguments)
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError, AttributeError) as error:
+        tensor = find_tensor(str(error), files.tensors)
+        file = files.tensors[tensor].file if tensor else shown
+        raise CheckpointError(file, tensor, f"could not be loaded as {cls.__name__}: {error}") from error
+    missing = sorted(_names(info.get("missing_keys", ())))
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(
+            shown, missing[0], f"{cls.__name__} needs it and no file holds it{more}; it would be filled with noise"
+        )
+    for name, found, wanted in _mismatched(info.get("mismatched_keys", ())):
+        file = files.tensors[name].file if name in files.tensors else shown
+        raise CheckpointError(file, name, f"has shape {list(found)}, and {cls.__name__} wants {list(wanted)}")
+    module.eval()
+    return module, tuple(sorted(_names(info.get("unexpected_keys", ()))))
+
+
+def _names(keys: Any) -> set[str]:
+    return {k if isinstance(k, str) else str(k[0]) for k in keys}
+
+
+def _mismatched(keys: Any) -> Iterator[tuple[str, Any, Any]]:
+    for key in keys:
+        if not isinstance(key, str) and len(key) >= 3:
+            yield str(key[0]), key[1], key[2]
+
+
+def _assemble(
+    folder: Path, modules: dict[str, nn.Module], variant: str | None, trust_remote_code: bool, dtype: Any
+) -> Any:
+    from diffusers import DiffusionPipeline
+
+    arguments: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    word = dtype.get("default") if isinstance(dtype, Mapping) else dtype
+    rest = DTYPES.get(word) if isinstance(word, str) else word
+    if rest is not None:
+        arguments["dtype"] = rest
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            folder, variant=variant, local_files_only=True, **arguments, **modules
+        )
+    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(folder, None, f"its pipeline could not be put together: {error}") from error
+    return pipeline
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def _report(
+    folder: Path,
+    started: float,
+    pipeline: Any,
+    files: dict[str, ComponentFiles],
+    modules: dict[str, nn.Module],
+    unexpected: dict[str, tuple[str, ...]],
+) -> LoadReport:
+    mapped_at = _MappedFiles()
+    lines = []
+    for name, module in pipeline.components.items():
+        if not isinstance(module, nn.Module):
+            continue
+        found = files.get(name)
+        tensors = list(module_tensors(module))
+        weights = sum(t.nbytes for t in tensors)
+        mapped = sum(t.nbytes for t in tensors if t.device.type == "cpu" and mapped_at.holds(t.data_ptr()))
+        stored = found.stored_dtype if found else None
+        lines.append(
+            ComponentLoad(
+                name=name,
+                class_name=type(module).__name__,
+                weights=weights,
+                mapped=mapped,
+                converted=weights - mapped,
+                stored_dtype=str(stored).removeprefix("torch.") if stored else "",
+                unexpected=unexpected.get(name, ()),
+                fallback=_fallback(found, name in modules),
+            )
+        )
+    return LoadReport(str(folder), time.monotonic() - started, tuple(lines))
+
+
+def _fallback(files: ComponentFiles | None, ours: bool) -> str | None:
+    if files is None or not ours:
+        return "loaded by the pipeline's own from_pretrained: its class is not one of diffusers or transformers"
+    if files.quantised:
+        return "loaded by from_pretrained: quantised weights are made by the quantiser"
+    if not files.safetensors:
+        return f"loaded by from_pretrained: {files.files[0].name} is not safetensors and is read, not mapped"
+    return None
+
+
+class _MappedFiles:
+    """Address ranges of this process that are mapped from weight files (Linux; elsewhere none are known)."""
+
+    def __init__(self) -> None:
+        ranges = []
+        with contextlib.suppress(OSError), open("/proc/self/maps") as lines:
+            for line in lines:
+                parts = line.split(maxsplit=5)
+                if len(parts) == 6 and parts[5].startswith("/") and int(parts[4]) != 0:
+                    begin, end = (int(x, 16) for x in parts[0].split("-"))
+                    ranges.append((begin, end))
+        self._ranges = sorted(ranges)
+        self._begins = [begin for begin, _ in self._ranges]
+
+    def holds(self, address: int) -> bool:
+        i = bisect.bisect_right(self._begins, address) - 1
+        return i >= 0 and address < self._ranges[i][1]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' bars and advice for a load that takes no time; errors are still told."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = (diffusers_logging, transformers_logging)
+    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, (verbosity, bar) in zip(libraries, before, strict=True):
+            library.set_verbosity(verbosity)
+            if bar:
+                library.enable_progress_bar()
