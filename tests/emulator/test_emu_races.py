@@ -142,6 +142,17 @@ def test_freeing_in_order_is_no_race(emu, side, pinned, cure):
     assert emu.race_reports() == []
 
 
+@pytest.mark.parametrize("ask", ["stream", "event"])
+def test_a_host_that_has_seen_the_end_by_polling_may_rely_on_it(emu, side, pinned, ask):
+    emu.set_bandwidth(1e6)
+    with emu.stream(side):
+        there = pinned.to("emu", non_blocking=True)
+        event = side.record_event()
+    while not (side if ask == "stream" else event).query():
+        pass
+    assert torch.equal((there + 0).cpu(), pinned)
+
+
 def test_a_sound_ring_of_two_slots_passes(emu, side):
     blocks = [torch.randn(N).pin_memory() for _ in range(6)]
     slots = [torch.empty(N, device="emu") for _ in range(2)]

@@ -87,7 +87,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream s) const override { return stream_of(s); }
   bool queryStream(const c10::Stream& s) const override {
     auto* st = stream_of(s);
-    return st->idle() && (!vclock::on || vclock::poll(vclock::stream_end(st->gid)));
+    bool over = st->idle() && (!vclock::on || vclock::poll(vclock::stream_end(st->gid)));
+    if (over) race::host_joins_stream(st->gid); // a host that was told so may rely on it
+    return over;
   }
   void synchronizeStream(const c10::Stream& s) const override { host_wait(stream_of(s)); }
   void synchronizeDevice(const c10::DeviceIndex d) const override { synchronize(resolve_device(d)); }
@@ -102,7 +104,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     auto* r = recording(event);
-    return !r || (r->is_complete() && (!vclock::on || vclock::poll(r->moment)));
+    if (!r) return true;
+    bool over = r->is_complete() && (!vclock::on || vclock::poll(r->moment));
+    if (over) race::host_joins(r->clock);
+    return over;
   }
   void synchronizeEvent(void* event) const override {
     if (recording(event)) host_wait(((EventHandle*)event)->latest);

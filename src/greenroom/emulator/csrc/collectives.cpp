@@ -21,7 +21,11 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct EmuWork final : c10d::Work {
   EmuWork(int rank, OpType type, int device, Tensors outputs) : Work(rank, type), device_(device), outputs_(std::move(outputs)) {}
-  bool isCompleted() override { return done->is_complete(); }
+  bool isCompleted() override {
+    bool over = done->is_complete();
+    if (over) race::host_joins(done->clock); // a host that was told so may rely on it
+    return over;
+  }
   bool isSuccess() const override { return done->is_complete() && !*error; }
   void synchronize() override {
     stream_wait(current_stream(device_), done);
@@ -91,10 +95,12 @@ class EmuBackend final : public c10d::Backend {
                [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->allgather_into_tensor_coalesced(a, b, o); });
   }
   WorkPtr gather(std::vector<Tensors>& out, Tensors& inp, const c10d::GatherOptions& o) override {
-    return run(OpType::GATHER, flat(out), inp, [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->gather(a, b, o); });
+    return run(OpType::GATHER, flat(out), inp,
+               [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->gather(a, b, o); });
   }
   WorkPtr scatter(Tensors& out, std::vector<Tensors>& inp, const c10d::ScatterOptions& o) override {
-    return run(OpType::SCATTER, out, flat(inp), [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->scatter(a, b, o); });
+    return run(OpType::SCATTER, out, flat(inp),
+               [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->scatter(a, b, o); });
   }
   WorkPtr reduce_scatter(Tensors& out, std::vector<Tensors>& inp, const c10d::ReduceScatterOptions& o) override {
     return run(OpType::REDUCE_SCATTER, out, flat(inp),
@@ -111,7 +117,8 @@ class EmuBackend final : public c10d::Backend {
     });
   }
   WorkPtr alltoall(Tensors& out, Tensors& inp, const c10d::AllToAllOptions& o) override {
-    return run(OpType::ALLTOALL, out, inp, [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->alltoall(a, b, o); });
+    return run(OpType::ALLTOALL, out, inp,
+               [in = inner_, a = aliases(out), b = aliases(inp), o]() mutable { return in->alltoall(a, b, o); });
   }
   WorkPtr send(Tensors& t, int dst, int tag) override {
     return run(OpType::SEND, {}, t, [in = inner_, a = aliases(t), dst, tag]() mutable { return in->send(a, dst, tag); });

@@ -47,7 +47,8 @@ int tensor_arguments(const c10::FunctionSchema& schema) { // a list counts as tw
   int n = 0;
   for (const auto& a : schema.arguments()) {
     auto type = a.type()->str();
-    if (type.find("Tensor") != std::string::npos) n += type.find("List") != std::string::npos || type.find("[]") != std::string::npos ? 2 : 1;
+    auto has = [&](const char* part) { return type.find(part) != std::string::npos; };
+    if (has("Tensor")) n += has("List") || has("[]") ? 2 : 1;
   }
   return n;
 }
