@@ -210,5 +210,5 @@ def test_two_fresh_processes_agree_to_the_last_digit(emu):
     ]
     assert runs[0] == runs[1]
     figures = json.loads(runs[0])
-    assert figures["seconds"] > 0 and len(figures["timeline"]) > 100 and figures["stalls"]["host"] > 0
+    assert figures["seconds"] > 0 and len(figures["timeline"]) > 50 and figures["stalls"]["emu:0/stream0"] > 0
     assert max(n for _, n in figures["memory"]) == figures["peak"]
