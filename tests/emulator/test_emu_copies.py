@@ -4,7 +4,7 @@ import pytest
 import torch
 
 MB = 1 << 20
-SLOW = 16 * MB  # bytes a second: a copy of 4 MiB takes a quarter of a second
+SLOW = 8 * MB  # bytes a second: a copy of 4 MiB takes half a second
 
 
 def test_a_copy_is_late_until_waited_for(emu):

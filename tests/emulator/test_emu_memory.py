@@ -51,6 +51,7 @@ def test_more_than_the_capacity_is_out_of_memory(emu):
 
 def test_capacity_is_per_device(emu):
     emu.set_capacity(MB, 1)
+    assert emu.get_device_properties(1).total_memory == MB
     torch.empty(MB, device="emu:0")
     with pytest.raises(torch.OutOfMemoryError, match="Device 1"):
         torch.empty(MB, device="emu:1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "get_amp_supported_dtype",
     "get_device_capability",
     "get_device_name",
+    "get_device_properties",
     "get_rng_state",
     "get_rng_state_all",
     "init",
@@ -151,6 +153,13 @@ def get_device_name(device: DeviceLike = None) -> str:
 
 def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     return (1, 0)
+
+
+def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
+    """``name``, ``total_memory`` (bytes: the set capacity), ``major`` and ``minor``."""
+    major, minor = get_device_capability(device)
+    total = mem_get_info(device)[1]
+    return SimpleNamespace(name=get_device_name(device), total_memory=total, major=major, minor=minor)
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
