@@ -107,8 +107,7 @@ def generate_image(
     place = _device(device)
     from diffusers import DiffusionPipeline
 
-    arguments = {} if dtype == "auto" else {"torch_dtype": DTYPES[dtype]}
-    pipe: Any = DiffusionPipeline.from_pretrained(model, **(arguments or {"torch_dtype": "auto"}))
+    pipe: Any = DiffusionPipeline.from_pretrained(model, torch_dtype=DTYPES.get(dtype, "auto"))
     accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
     call = request.call_arguments(accepted, _recommended(model))
     report = None

@@ -173,17 +173,19 @@ def release(pipeline: Any, runtime: Runtime) -> None:
 
 def report_of(runtime: Runtime) -> Report:
     components = []
-    always = runtime.stream.arena_bytes
-    swapped: dict[str, int] = {}
+    always = runtime.stream.arena_bytes + sum(c.unit.nbytes for c in runtime.shared_copies)
+    phases: dict[str, int] = {}
     for part in runtime.parts:
-        resident = sum(u.nbytes for u in (part.pinned_down,))
-        if part.placement == "swap":
-            moved = part.rest.nbytes + sum(u.nbytes for u in part.blocks)
-            swapped[part.group] = swapped.get(part.group, 0) + moved
+        blocks = [b for b in part.blocks if b.unit.tensors]
+        streamed = part.streamed
+        moved = sum(b.unit.nbytes for b in streamed)
+        stays = part.rest.nbytes + sum(b.unit.nbytes for b in blocks) - moved
+        if part.share.hold == "phase":
+            phases[part.group] = phases.get(part.group, 0) + stays + part.share.arena_bytes
+            resident = part.pinned_down.nbytes
+            moved += stays
         else:
-            streamed = part.track.streamed if part.track else []
-            moved = sum(b.unit.nbytes for b in streamed)
-            resident += part.rest.nbytes + sum(u.nbytes for u in part.blocks) - moved
+            resident = part.pinned_down.nbytes + stays
         always += resident
         components.append(
             ComponentReport(
@@ -193,11 +195,11 @@ def report_of(runtime: Runtime) -> Report:
                 weights=part.nbytes,
                 resident=resident,
                 moved=moved,
-                blocks=len(part.blocks),
-                streamed_blocks=len(part.track.streamed) if part.track else 0,
+                blocks=len(blocks),
+                streamed_blocks=len(streamed),
             )
         )
-    companions = swapped.pop("companion", 0)
+    companions = phases.pop("companion", 0)
     return Report(
         strategy=runtime.strategy.value,
         device=str(runtime.accelerator.device),
@@ -205,9 +207,9 @@ def report_of(runtime: Runtime) -> Report:
         arena=runtime.stream.arena_bytes,
         pinned=runtime.pinned_bytes,
         pageable=runtime.unpinned_bytes,
-        device_weights=always + max(swapped.values(), default=0) + companions,
+        device_weights=always + max(phases.values(), default=0) + companions,
         copied=runtime.copier.copied_bytes,
-        misses=runtime.stream.misses,
+        misses=sum(stream.misses for stream in runtime.streams),
     )
 
 

@@ -77,7 +77,7 @@ class Copier:
                 # Allocated before anything is enqueued, so that too little memory leaves nothing in flight.
                 for unit in units:
                     copies.append(DeviceCopy(unit, accelerator.empty(unit.nbytes), accelerator.new_event()))
-                # The memory may still be in use by earlier work of the compute stream, which the allocator took it from.
+                # The memory may still be in use by earlier work of the compute stream, from which it was freed.
                 allocated = accelerator.new_event()
                 allocated.record(accelerator.current_stream())
                 self.stream.wait_event(allocated)
@@ -87,7 +87,7 @@ class Copier:
                 self.settle()
                 # A traceback that somebody keeps must not keep the memory.
                 copies.clear()
-                copy = None  # type: ignore[assignment]
+                copy = None
                 traceback.clear_frames(error.__traceback__)
                 raise
             # Also what makes it safe to free the buffers in the order of the compute stream.
@@ -102,6 +102,42 @@ class Copier:
         for copy in copies:
             copy.unit.release(thorough=thorough)
         copies.clear()
+
+    def fix(self, blocks: Sequence[StreamedBlock]) -> None:
+        """Gives blocks buffers of their own, in which they stay.
+
+        Raises:
+            torch.OutOfMemoryError: they do not all fit; none is fixed.
+        """
+        blocks = [b for b in blocks if b.fixed is None]
+        for block in blocks:
+            block.unit.release()
+            if block.stay is not None:
+                block.stay.wanted = False
+                block.stay = None
+        for block, copy in zip(blocks, self.load([b.unit for b in blocks]), strict=True):
+            block.fixed = copy
+
+    def unfix(self, blocks: Sequence[StreamedBlock], *, thorough: bool = False) -> None:
+        """Lets fixed blocks pass through a ring again and frees their buffers."""
+        for block in blocks:
+            if block.fixed is not None:
+                block.unit.release(thorough=thorough)
+                block.fixed = None
+
+    def hold(self, track: Track) -> None:
+        """Keeps all blocks of `track` on the device until `unhold`, for a call that runs them many times in a row.
+
+        Raises:
+            torch.OutOfMemoryError: they do not all fit; nothing is held.
+        """
+        loose = [b for b in track.blocks if b.fixed is None]
+        self.fix(loose)
+        track.held.append(loose)
+
+    def unhold(self, track: Track) -> None:
+        if track.held:
+            self.unfix(track.held.pop())
 
     def settle(self) -> None:
         """Puts the compute stream behind every copy in flight, so that memory they write may be freed on it."""
@@ -161,13 +197,14 @@ class StreamedBlock:
 class Track:
     """The streamed blocks of one component in the order in which its forward runs them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, units: Sequence[HostUnit]) -> None:
         self.name = name
-        self.blocks: list[StreamedBlock] = []
+        self.blocks = [StreamedBlock(unit, self, i) for i, unit in enumerate(units)]
         self.order: list[StreamedBlock] = []
         self.position: dict[StreamedBlock, int] = {}
         self.held: list[list[StreamedBlock]] = []
         self._seen: list[StreamedBlock] = []
+        self.expect(list(self.blocks))
 
     def expect(self, order: list[StreamedBlock]) -> None:
         """Sets the order in which the next forward is expected to run the blocks."""
@@ -175,6 +212,11 @@ class Track:
         self.position = {block: i for i, block in enumerate(order)}
 
     def clear(self) -> None:
+        """Takes the track apart, for when its module is gone."""
+        for block in self.blocks:
+            block.stay = None
+            block.fixed = None
+            block.forget_views()
         self.blocks.clear()
         self.held.clear()
         self.begin()
@@ -231,12 +273,25 @@ class BlockStream:
 
     # ------------------------------------------------------------------ building
 
-    def add_track(self, name: str, units: Sequence[HostUnit]) -> Track:
-        track = Track(name)
-        track.blocks = [StreamedBlock(unit, track, i) for i, unit in enumerate(units)]
-        track.expect(list(track.blocks))
+    def attach(self, track: Track) -> None:
+        """Lets the blocks of a track pass through this ring."""
         self.tracks.append(track)
-        return track
+
+    def detach(self, track: Track) -> None:
+        """Takes a track off the ring; its blocks are released."""
+        self.tracks.remove(track)
+        for block in track.blocks:
+            self._clear(block)
+        if self._last is not None and self._last.track is track:
+            self._last = None
+
+    def _clear(self, block: StreamedBlock) -> None:
+        if block.fixed is None:
+            block.unit.release()
+        if block.stay is not None:
+            block.stay.wanted = False
+            block.stay = None
+        block.forget_views()
 
     def open(self, arena_bytes: int) -> None:
         """Allocates the arena, once.
@@ -256,10 +311,7 @@ class BlockStream:
         """Gives the arena back; every block is released first."""
         for track in self.tracks:
             for block in track.blocks:
-                if block.fixed is None:
-                    block.unit.release()
-                block.stay = None
-                block.forget_views()
+                self._clear(block)
         if self.arena is not None:
             self.copier.settle()
         self._stays.clear()
@@ -272,12 +324,6 @@ class BlockStream:
         """Lets go of everything, for when the modules are gone: blocks, stays and tracks know each other."""
         if self.arena is not None:
             self.copier.settle()
-        for track in self.tracks:
-            for block in track.blocks:
-                block.stay = None
-                block.fixed = None
-                block.forget_views()
-            track.clear()
         self.tracks.clear()
         self._stays.clear()
         self._history, self._calls = [], []
@@ -336,9 +382,7 @@ class BlockStream:
 
     def begin_forward(self, track: Track) -> None:
         """Called before a component's forward. Heals what an interrupted forward left bound."""
-        for stay in list(self._stays):
-            if stay.block.stay is stay and stay.block.unit.bound:
-                self.leave(stay.block)
+        self.heal()
         n = len(self._calls)
         self._as_before = self._as_before and n < len(self._history) and self._history[n] is track
         if n >= _LONGEST_CALL:  # nobody says where a call ends
@@ -346,6 +390,12 @@ class BlockStream:
             self._as_before = False
         self._calls.append(track)
         track.begin()
+
+    def heal(self) -> None:
+        """Releases blocks that a forward which never returned left bound."""
+        for stay in list(self._stays):
+            if _computes(stay):
+                self.leave(stay.block)
 
     def end_forward(self, track: Track) -> None:
         """Called after a component's forward that did not fail."""
@@ -494,43 +544,6 @@ class BlockStream:
         """Whether the master was edited in place after its copy was enqueued."""
         unit = block.unit
         return unit.edited or unit.versions() != block.versions
-
-    # ------------------------------------------------------------------ blocks that stay
-
-    def fix(self, blocks: Sequence[StreamedBlock]) -> None:
-        """Gives blocks buffers of their own, in which they stay.
-
-        Raises:
-            torch.OutOfMemoryError: they do not all fit; none is fixed.
-        """
-        blocks = [b for b in blocks if b.fixed is None]
-        for block in blocks:
-            block.unit.release()
-            if block.stay is not None:
-                self._forget(block.stay)
-        for block, copy in zip(blocks, self.copier.load([b.unit for b in blocks]), strict=True):
-            block.fixed = copy
-
-    def unfix(self, blocks: Sequence[StreamedBlock], *, thorough: bool = False) -> None:
-        """Lets fixed blocks pass through the arena again and frees their buffers."""
-        for block in blocks:
-            if block.fixed is not None:
-                block.unit.release(thorough=thorough)
-                block.fixed = None
-
-    def hold(self, track: Track) -> None:
-        """Keeps all blocks of `track` on the device until `unhold`, for a call that runs them many times in a row.
-
-        Raises:
-            torch.OutOfMemoryError: they do not all fit; nothing is held.
-        """
-        loose = [b for b in track.blocks if b.fixed is None]
-        self.fix(loose)
-        track.held.append(loose)
-
-    def unhold(self, track: Track) -> None:
-        if track.held:
-            self.unfix(track.held.pop())
 
 
 def _first_streamed(order: Sequence[StreamedBlock], start: int = 0) -> StreamedBlock | None:

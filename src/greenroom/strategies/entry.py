@@ -11,12 +11,14 @@ Note [No reference cycles]
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import re
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -92,8 +94,11 @@ class Door:
         owner: who the component is to its runtime; told apart by identity.
         device: where inputs go and computation happens.
         occupancy: shared by the doors of a pipeline.
-        on_enter: called before the component computes, with the name of the door ("forward", "decode", ...).
+        on_enter: called before the component computes, with the name of the door ("forward", "decode", ...) and the
+            inputs.
         on_leave: called when it has, or has failed; told the name, and whether it failed.
+        on_out_of_memory: called when the device runs out of memory behind the door, to make room; the component is
+            then run again from the same inputs. It raises when there is no more to give.
         children: also guard the component's children, for pipelines that call them directly.
         methods: further methods to guard, beside those whose names say that they compute.
     """
@@ -104,9 +109,10 @@ class Door:
         owner: object,
         device: torch.device,
         occupancy: Occupancy,
-        on_enter: Callable[[str], None],
+        on_enter: Callable[[str, Any], None],
         on_leave: Callable[[str, bool], None],
         *,
+        on_out_of_memory: Callable[[torch.OutOfMemoryError], None] | None = None,
         children: bool = False,
         methods: Sequence[str] = (),
     ) -> None:
@@ -116,9 +122,11 @@ class Door:
         self.occupancy = occupancy
         self.on_enter = on_enter
         self.on_leave = on_leave
+        self.on_out_of_memory = on_out_of_memory
         self.serving = 0  # guarded methods that are running
         self._handles: list[Any] = []
-        self._methods: list[str] = []
+        self._methods: dict[str, int] = {}  # by identity: a method knows its door, and must not be known by it
+        self._under_forward: Any = None
         self._had_hook = "_hf_hook" in module.__dict__
         self._old_hook = module.__dict__.get("_hf_hook")
         self._install(module, children, methods)
@@ -128,6 +136,8 @@ class Door:
         self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
         for name in sorted({*_computing_methods(type(module)), *methods}):
             self._guard(module, name)
+        if self.on_out_of_memory is not None:
+            self._retry_forward(module)
         if children:
             for child in _callable_children(module):
                 self._handles.append(
@@ -143,8 +153,12 @@ class Door:
         module = self.module()
         if module is None:
             return
-        for name in self._methods:
-            module.__dict__.pop(name, None)
+        for name, method in self._methods.items():
+            # Another library may have put its own over ours since; ours then just passes calls on.
+            if id(module.__dict__.get(name)) == method:
+                del module.__dict__[name]
+                if name == "forward" and self._under_forward is not None:
+                    module.__dict__[name] = self._under_forward
         self._methods.clear()
         hook = module.__dict__.get("_hf_hook")
         if isinstance(hook, ExecutionHook) and hook.door() is self:
@@ -155,10 +169,10 @@ class Door:
 
     # ------------------------------------------------------------------ the doors
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, inputs: Any) -> None:
         self.occupancy.enter(self)
         try:
-            self.on_enter(name)
+            self.on_enter(name, inputs)
         except BaseException:
             self.occupancy.leave(self)
             raise
@@ -168,7 +182,7 @@ class Door:
             self.on_leave(name, failed)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.enter("forward")
+        self.enter("forward", (args, kwargs))
         return self._moved(args, kwargs)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -179,7 +193,7 @@ class Door:
         if self.occupancy.inside and self.occupancy.inside[-1] is self:
             return None  # called from inside the component
         with self.occupancy.lock:
-            self.on_enter("child")
+            self.on_enter("child", (args, kwargs))
         return self._moved(args, kwargs)
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,12 +214,12 @@ class Door:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             this = reference()
             assert this is not None, "a method outlived its module"
-            door.enter(name)
+            door.enter(name, (args, kwargs))
             door.serving += 1
             failed = True
             try:
                 args, kwargs = door._moved(args, kwargs) or (args, kwargs)
-                result = MethodType(original, this)(*args, **kwargs)
+                result = door._run(MethodType(original, this), args, kwargs)
                 failed = False
                 return result
             finally:
@@ -216,7 +230,43 @@ class Door:
         parameters = list(inspect.signature(original).parameters.values())[1:]
         guarded.__signature__ = inspect.signature(original).replace(parameters=parameters)  # type: ignore[attr-defined]
         module.__dict__[name] = guarded
-        self._methods.append(name)
+        self._methods[name] = id(guarded)
+
+    def _retry_forward(self, module: nn.Module) -> None:
+        """Lets forward be run again after the device ran out of memory, which no hook can do."""
+        if "forward" in module.__dict__:
+            original = module.__dict__["forward"]  # another library's, which knows its module
+            reference: Callable[[], Any] = lambda: None  # noqa: E731
+        else:
+            original = type(module).forward
+            reference = self.module
+        door = self
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            this = reference()
+            call = original if this is None else MethodType(original, this)
+            return door._run(call, args, kwargs)
+
+        forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+        self._under_forward = module.__dict__.get("forward")
+        module.__dict__["forward"] = forward
+        self._methods["forward"] = id(forward)
+
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.on_out_of_memory is None or not self._handles:
+            return call(*args, **kwargs)
+        inputs = Inputs(args, kwargs, self.device)
+        while True:
+            try:
+                return call(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if not inputs.restore():
+                    raise
+                # The frames of the failed attempt hold its activations.
+                traceback.clear_frames(error.__traceback__)
+                failure = error.with_traceback(None)
+            self.on_out_of_memory(failure)
 
 
 class ExecutionHook:
@@ -240,7 +290,7 @@ class ExecutionHook:
         door = self.door()
         if door is not None:
             with door.occupancy.lock:
-                door.on_enter("child")
+                door.on_enter("child", ())
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -248,6 +298,60 @@ class ExecutionHook:
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         return module
+
+
+class Inputs:
+    """The inputs of a call as they are now, so that the call can be run a second time.
+
+    Containers are given back their items; generators, the global ones included, their state. A tensor that was
+    changed in place cannot be given back.
+
+    Args:
+        args, kwargs: what the call is given.
+        device: whose global generator the call may use.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        generators = [torch.default_generator]
+        if device.type != "cpu":
+            with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+                module = torch.get_device_module(device)
+                found = getattr(module, "default_generators", None)
+                generators.append(found[device.index] if found else module.default_generator(device))
+        for generator in generators:
+            self._generators.append((generator, generator.get_state()))
+        self._note(args)
+        self._note(kwargs)
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():
+                self._tensors.append((value, value._version))
+        elif isinstance(value, torch.Generator):
+            self._generators.append((value, value.get_state()))
+        elif isinstance(value, dict):
+            self._containers.append((value, dict(value)))
+            for item in value.values():
+                self._note(item)
+        elif isinstance(value, list | tuple):
+            if isinstance(value, list):
+                self._containers.append((value, list(value)))
+            for item in value:
+                self._note(item)
+
+    def restore(self) -> bool:
+        """Puts everything back; False if that is not possible, and nothing was put back."""
+        if any(t._version != version for t, version in self._tensors):
+            return False
+        for container, items in self._containers:
+            container.clear()
+            container.update(items) if isinstance(container, dict) else container.extend(items)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        return True
 
 
 def _computing_methods(cls: type[nn.Module]) -> list[str]:

@@ -10,40 +10,63 @@ import torch
 from greenroom import catalog, discovery
 from greenroom.errors import NotSupportedError
 from greenroom.host import HostUnit, alias_groups, module_tensors
-from greenroom.streaming import DeviceCopy, StreamedBlock, Track
-from greenroom.topology import SWAP, Component
+from greenroom.strategies.layout import Share
+from greenroom.streaming import BlockStream, DeviceCopy, StreamedBlock, Track
+from greenroom.topology import RESIDENT, STREAM, SWAP, Component
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """One component at work: its units and where they are. Holds no module.
 
     Attributes:
-        rest: what stays on the device while the part is at all there: all outside the blocks.
-        blocks: one unit a block, in execution order.
-        pinned_down: what never leaves, whatever the placement: the pipeline reads it from outside.
-        copies: what of `rest` and, for a swapped part, `blocks` is on the device now.
-        track: the streamed blocks, for a part that is streamed.
-        phase: streamed blocks that are on the device only while this part is at work.
+        name: the component's dotted path from the pipeline.
+        role: as in `topology.Component`.
+        group: parts of one group may be on the device together.
+        rest: all outside the blocks; on the device while the part is there at all.
+        track: the blocks in execution order, None for a part without any.
+        pinned_down: what never leaves: the pipeline reads it from outside.
+        nbytes: bytes of all parameters and buffers.
+        hold: entry points, beside forward, for whose whole duration all blocks stay.
+        share: what it is meant to keep on the device.
+        present: whether everything of its share is there.
+        copies: `rest`, while it is there.
+        kept: `pinned_down`.
+        stream: the ring that its blocks pass through, None while all of them stay.
     """
 
     name: str
     role: str
-    placement: str
     group: str
     rest: HostUnit
-    blocks: list[HostUnit]
+    track: Track | None
     pinned_down: HostUnit
     nbytes: int
     hold: frozenset[str] = frozenset()
+    share: Share = field(default_factory=lambda: Share("always", frozenset()))
+    present: bool = False
     copies: list[DeviceCopy] = field(default_factory=list)
     kept: list[DeviceCopy] = field(default_factory=list)
-    track: Track | None = None
-    phase: list[StreamedBlock] = field(default_factory=list)
+    stream: BlockStream | None = None
+
+    @property
+    def blocks(self) -> list[StreamedBlock]:
+        return self.track.blocks if self.track is not None else []
 
     @property
     def units(self) -> list[HostUnit]:
-        return [u for u in (*self.blocks, self.rest, self.pinned_down) if u.tensors]
+        return [u for u in (*(b.unit for b in self.blocks), self.rest, self.pinned_down) if u.tensors]
+
+    @property
+    def placement(self) -> str:
+        """ "resident", "swap" or "stream", as users know them."""
+        if any(b.unit.tensors and b.index not in self.share.resident for b in self.blocks):
+            return STREAM
+        return RESIDENT if self.share.hold == "always" else SWAP
+
+    @property
+    def streamed(self) -> list[StreamedBlock]:
+        return [b for b in self.blocks if b.unit.tensors and b.index not in self.share.resident]
 
     def excludes(self, other: Part) -> bool:
         """Whether the two are never at work on the device together."""
@@ -52,11 +75,12 @@ class Part:
         return {self.role, other.role} != {discovery.DIT, discovery.COMPANION}
 
 
-def cut(component: Component, shared: Iterable[torch.Tensor]) -> Part:
+def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool) -> Part:
     """Units for the blocks of a component and for the rest.
 
     Tensors that two blocks share, or a block and the rest, have one owner: the rest, which does not move while the
-    blocks do. Tensors in `shared` belong to several components and are left out.
+    blocks do. Tensors in `shared` belong to several components and are left out. For a component that `may_leave`
+    the device, what the pipeline reads without entering it is set apart.
 
     Raises:
         NotSupportedError: a tensor is a wrapper whose bytes lie elsewhere.
@@ -66,7 +90,7 @@ def cut(component: Component, shared: Iterable[torch.Tensor]) -> Part:
     for i, block in enumerate(component.blocks):
         for tensor in module_tensors(block.module):
             owner[id(tensor)] = -1 if owner.get(id(tensor), i) != i else i
-    outside = _read_from_outside(component) if component.placement == SWAP else set()
+    outside = _read_from_outside(component) if may_leave else set()
     per_block: list[list[torch.Tensor]] = [[] for _ in component.blocks]
     rest: list[torch.Tensor] = []
     pinned_down: list[torch.Tensor] = []
@@ -82,13 +106,13 @@ def cut(component: Component, shared: Iterable[torch.Tensor]) -> Part:
             per_block[index] += group
         else:
             rest += group
+    blocks = [HostUnit(f"{component.name}.{b.path}", ts) for b, ts in zip(component.blocks, per_block, strict=True)]
     return Part(
         name=component.name,
         role=component.role,
-        placement=component.placement,
         group=component.group,
         rest=HostUnit(f"{component.name} (outside the blocks)", rest),
-        blocks=[HostUnit(f"{component.name}.{b.path}", ts) for b, ts in zip(component.blocks, per_block, strict=True)],
+        track=Track(component.name, blocks) if blocks else None,
         pinned_down=HostUnit(f"{component.name} (read from outside)", pinned_down),
         nbytes=component.nbytes,
         hold=frozenset(component.hold),

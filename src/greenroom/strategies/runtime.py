@@ -1,8 +1,8 @@
 """What stands behind every strategy: parts, their doors, and the rules of who is on the device when.
 
-A strategy is a choice of placements: "swap" for whole components that take turns, "stream" for components whose
-blocks pass through the ring, "resident" for what stays. The rules are the same for all three, and one pipeline may
-mix them.
+A strategy is a `Layout`: for each part, which blocks stay, and whether they stay always or only for the part's phase.
+A part all of whose blocks stay for its phase takes turns as a whole; one without residents streams wholly. One
+pipeline may mix them, and a layout can be exchanged for another between two calls without a reload.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,33 @@ from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.host import HostUnit, module_tensors
 from greenroom.strategies.entry import Door, Occupancy
+from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part, cut
 from greenroom.streaming import BlockStream, Copier, StreamedBlock
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
 _RUNS_BLOCKS_MANY_TIMES = frozenset({"generate", "sample"})
+
+
+class Keeper(Protocol):
+    """Who keeps a memory budget: chooses the layout, and watches what the calls need."""
+
+    def first_layout(self, runtime: Runtime) -> Layout: ...
+
+    def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
+        """Before a part is brought in."""
+
+    def entered(self, runtime: Runtime, part: Part, door: str) -> None:
+        """After it was, before it computes."""
+
+    def left(self, runtime: Runtime, part: Part, door: str, failed: bool) -> None:
+        """After it has computed."""
+
+    def shrink(self, runtime: Runtime, part: Part, error: torch.OutOfMemoryError) -> None:
+        """After it ran out of memory: frees some, or raises when nothing is left to give."""
+
+    def call_ended(self, runtime: Runtime) -> None: ...
 
 
 class Runtime:
@@ -36,8 +57,9 @@ class Runtime:
         accelerator: the device.
         config: the user's words.
         plan: the resolved pipeline; not kept.
-        residents: which blocks of each streamed component stay on the device, by component name.
-        arena_bytes: size of the arena, or None for two of the largest streamed block.
+        residents: which blocks of each streamed component stay on the device.
+        arena_bytes: size of the ring, or None for two of the largest streamed block.
+        keeper: chooses the layout instead, and changes it as it learns.
     """
 
     def __init__(
@@ -48,17 +70,23 @@ class Runtime:
         *,
         residents: Callable[[Component], Sequence[int]] = lambda component: (),
         arena_bytes: int | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.config = config
         self.strategy = plan.strategy
+        self.keeper = keeper
         self.copier = Copier(accelerator)
         self.stream = BlockStream(self.copier)
         self.occupancy = Occupancy()
         self.parts: list[Part] = []
+        self.shared_copies: list[Any] = []
+        self.layout = Layout({})
         self.pinned_bytes = 0
         self.unpinned_bytes = 0
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
+        self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
+        self._block_hooks: dict[str, list[Any]] = {}
         self._undo = contextlib.ExitStack()
         self._finalizers: list[weakref.finalize] = []
         try:
@@ -79,27 +107,27 @@ class Runtime:
     def _enable(
         self, plan: ResolvedPlan, residents: Callable[[Component], Sequence[int]], arena_bytes: int | None
     ) -> None:
-        parts = [cut(component, plan.shared) for component in plan.components]
+        keeper = self.keeper
+        self.parts = [cut(c, plan.shared, may_leave=keeper is not None or c.placement == SWAP) for c in plan.components]
+        layout = keeper.first_layout(self) if keeper else _fixed_layout(plan, self.parts, residents, arena_bytes)
         shared = HostUnit("shared between components", plan.shared)
-        origins = {c.name: _origin_devices(c.module) for c in plan.components}
-        self.parts = parts
-        self._modules = {c.name: weakref.ref(c.module) for c in plan.components}
         for component in plan.components:
             reference = weakref.ref(component.module)
-            self._undo.callback(_sweep, reference, origins[component.name], self.accelerator.device)
-        for unit in (*(u for part in parts for u in part.units), *((shared,) if shared.tensors else ())):
+            self._modules[component.name] = reference
+            self._block_modules[component.name] = [weakref.ref(b.module) for b in component.blocks]
+            self._undo.callback(_sweep, reference, _origin_device(component.module), self.accelerator.device)
+        for unit in (*(u for part in self.parts for u in part.units), *((shared,) if shared.tensors else ())):
             self._undo.callback(unit.restore)
             self._adopt(unit)
-        if shared.tensors:
-            self._keep(self.copier.load([shared]))
-        for part, component in zip(parts, plan.components, strict=True):
-            self._place(part, component, residents)
         self._undo.callback(self._drop_all)
-        streamed = self.stream.streamed
-        if streamed:
-            self.stream.open(arena_bytes or 2 * max(b.unit.nbytes for b in streamed))
-        for part, component in zip(parts, plan.components, strict=True):
-            self._install(part, component)
+        if shared.tensors:
+            self.shared_copies = self.copier.load([shared])
+        for part in self.parts:
+            if part.pinned_down.tensors:
+                part.kept = self.copier.load([part.pinned_down])
+        self.apply(layout)
+        for part, component in zip(self.parts, plan.components, strict=True):
+            self._hang_door(part, component)
         with torch.inference_mode(False), torch.no_grad():
             self.stream.prime()
 
@@ -119,22 +147,7 @@ class Runtime:
         else:
             self.unpinned_bytes += unit.nbytes
 
-    def _keep(self, copies: list[Any]) -> None:
-        self._undo.callback(self.copier.drop, copies, thorough=True)
-
-    def _place(self, part: Part, component: Component, residents: Callable[[Component], Sequence[int]]) -> None:
-        always = [part.pinned_down] if part.pinned_down.tensors else []
-        if part.placement in (RESIDENT, STREAM) and part.rest.tensors:
-            always.append(part.rest)
-        if part.placement == RESIDENT:
-            always += [u for u in part.blocks if u.tensors]
-        part.kept = self.copier.load(always)
-        self._keep(part.kept)
-        if part.placement == STREAM:
-            part.track = self.stream.add_track(part.name, part.blocks)
-            self.stream.fix([part.track.blocks[i] for i in residents(component)])
-
-    def _install(self, part: Part, component: Component) -> None:
+    def _hang_door(self, part: Part, component: Component) -> None:
         door = Door(
             component.module,
             part,
@@ -142,16 +155,11 @@ class Runtime:
             self.occupancy,
             functools.partial(self._enter, part),
             functools.partial(self._leave, part),
-            children=part.placement != STREAM,
+            on_out_of_memory=functools.partial(self._shrink, part) if self.keeper else None,
+            children=component.placement != STREAM,
             methods=sorted(part.hold),
         )
         self._undo.callback(door.remove)
-        if part.track is None:
-            return
-        for block, unit_block in zip(component.blocks, part.track.blocks, strict=True):
-            if unit_block.unit.tensors:
-                for handle in _hook_block(block.module, self.stream, unit_block):
-                    self._undo.callback(handle.remove)
 
     def disable(self) -> None:
         """Takes off every hook and gives every tensor back its memory, where it was before."""
@@ -159,8 +167,7 @@ class Runtime:
             finalizer.detach()
         self._finalizers.clear()
         self._undo.close()
-        self.parts.clear()
-        self.stream.abandon()
+        self._take_apart()
 
     @property
     def enabled(self) -> bool:
@@ -169,53 +176,174 @@ class Runtime:
     def _module_died(self) -> None:
         if not any(f.alive for f in self._finalizers):
             self._undo.pop_all()
-            self.parts.clear()
-            self.stream.abandon()
+            self._take_apart()
+
+    def _take_apart(self) -> None:
+        for part in self.parts:
+            if part.stream is not None:
+                part.stream.abandon()
+            if part.track is not None:
+                part.track.clear()
+            part.stream = part.track = None
+            part.copies.clear()
+            part.kept.clear()
+        self.shared_copies.clear()
+        self.parts.clear()
+        self.stream.abandon()
 
     def _drop_all(self) -> None:
-        self.stream.unfix([b for t in self.stream.tracks for b in t.blocks], thorough=True)
-        self.stream.close_arena()
         for part in self.parts:
-            self.copier.drop(part.copies)
+            self._unhook_blocks(part)
+            self.copier.unfix(part.blocks, thorough=True)
+            for copies in (part.copies, part.kept):
+                self.copier.drop(copies, thorough=True)
+            if part.stream is not None and part.stream is not self.stream:
+                part.stream.close_arena()
+        self.copier.drop(self.shared_copies, thorough=True)
+        self.stream.close_arena()
+
+    # ------------------------------------------------------------------ layouts
+
+    def apply(self, layout: Layout) -> None:
+        """Puts the pipeline into `layout`. What leaves the device does so before anything comes in.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit; what is missing is brought in when it is used.
+        """
+        self.layout = layout
+        at_work = [door.owner for door in self.occupancy.inside]
+        for part in self.parts:
+            share = layout.shares[part.name]
+            was, part.share = part.share, share
+            self.copier.unfix([b for b in part.blocks if b.index not in share.resident], thorough=was.hold == "always")
+            self._give_stream(part)
+            working = any(part is owner for owner in at_work)
+            if share.hold == "phase" and not working and (was.hold == "always" or not part.present):
+                self._take_out(part)
+            part.present = False
+        if layout.arena_bytes != self.stream.arena_bytes:
+            self.stream.close_arena()
+            if layout.arena_bytes:
+                self.stream.open(layout.arena_bytes)
+        for part in self.parts:
+            if part.share.hold == "always" or any(part is owner for owner in at_work):
+                self._bring_in(part)
+
+    def _give_stream(self, part: Part) -> None:
+        """The ring that the part's blocks pass through under its share, and hooks on them if there is one."""
+        share = part.share
+        wanted: BlockStream | None = None
+        if part.streamed:
+            own = part.stream if part.stream is not self.stream else None
+            wanted = (own or BlockStream(self.copier)) if share.hold == "phase" else self.stream
+        if wanted is not part.stream:
+            self._unhook_blocks(part)
+            if wanted is not None:
+                self._hook_blocks(part, wanted)
+        if wanted is not None and wanted is not self.stream and wanted.arena_bytes != share.arena_bytes:
+            wanted.close_arena()
+
+    def _hook_blocks(self, part: Part, stream: BlockStream) -> None:
+        assert part.track is not None
+        part.stream = stream
+        stream.attach(part.track)
+        hooks = self._block_hooks[part.name] = []
+        for reference, block in zip(self._block_modules[part.name], part.blocks, strict=True):
+            module = reference()
+            if module is not None and block.unit.tensors:
+                hooks += _hook_block(module, stream, block)
+
+    def _unhook_blocks(self, part: Part) -> None:
+        for handle in self._block_hooks.pop(part.name, ()):
+            handle.remove()
+        stream, part.stream = part.stream, None
+        if stream is not None and part.track is not None:
+            stream.detach(part.track)
+            if stream is not self.stream:
+                stream.close_arena()
+
+    def _bring_in(self, part: Part) -> None:
+        """Everything of the part's share, as far as it is not there yet.
+
+        Raises:
+            torch.OutOfMemoryError: not everything fits; a later call brings in the rest.
+        """
+        if not part.copies and part.rest.tensors:
+            part.copies = self.copier.load([part.rest])
+        if part.stream is not None and part.stream is not self.stream and part.stream.arena is None:
+            part.stream.open(part.share.arena_bytes)
+        self.copier.fix([b for b in part.blocks if b.index in part.share.resident and b.unit.tensors])
+        part.present = True
+
+    def _take_out(self, part: Part) -> None:
+        """Nothing of the part stays but what is pinned down."""
+        self.copier.drop(part.copies)
+        self.copier.unfix(part.blocks)
+        if part.stream is not None and part.stream is not self.stream:
+            part.stream.close_arena()
+        part.present = False
+
+    def device_bytes(self) -> int:
+        """Bytes of weights and rings on the device now, as torch's allocators count them."""
+        total = _rounded(self.stream.arena_bytes) + sum(_rounded(c.unit.nbytes) for c in self.shared_copies)
+        for part in self.parts:
+            total += sum(_rounded(c.unit.nbytes) for c in (*part.copies, *part.kept))
+            total += sum(_rounded(b.unit.nbytes) for b in part.blocks if b.fixed is not None)
+            if part.stream is not None and part.stream is not self.stream:
+                total += _rounded(part.stream.arena_bytes)
+        return total
 
     # ------------------------------------------------------------------ who is on the device when
 
-    def _enter(self, part: Part, door: str) -> None:
-        if part.placement == RESIDENT:
-            self._prime_once()
-            return
-        if part.placement == SWAP:
-            if not part.copies:
+    def _enter(self, part: Part, door: str, inputs: Any) -> None:
+        if self.keeper is not None:
+            self.keeper.entering(self, part, door, inputs)
+        while not part.present:
+            try:
                 self._make_room(part)
-                part.copies = self.copier.load([u for u in (*part.blocks, part.rest) if u.tensors])
-            self._prime_once()
-            return
-        assert part.track is not None
-        self._make_room(part)
-        if part.phase:
-            self.stream.fix(part.phase)
-        if door == "forward":
-            self.stream.begin_forward(part.track)
-            self._prime_once()
-        elif door in _RUNS_BLOCKS_MANY_TIMES or door in part.hold:
-            self.stream.hold(part.track)
+                self._bring_in(part)
+            except torch.OutOfMemoryError as error:
+                if self.keeper is None:
+                    raise
+                self._shrink(part, error)
+        if self.keeper is not None:
+            self.keeper.entered(self, part, door)
+        if part.track is not None and part.stream is not None:
+            if door == "forward":
+                part.stream.begin_forward(part.track)
+                self._prime(part.stream)
+            elif self._holds(part, door):
+                self.copier.hold(part.track)
+        self._prime(self.stream)
 
     def _leave(self, part: Part, door: str, failed: bool) -> None:
-        if part.track is None:
-            return
-        if door == "forward":
-            if not failed:
-                self.stream.end_forward(part.track)
-        elif door in _RUNS_BLOCKS_MANY_TIMES or door in part.hold:
-            self.stream.unhold(part.track)
+        if part.track is not None:
+            if door != "forward" and self._holds(part, door):
+                self.copier.unhold(part.track)
+            elif part.stream is not None and not failed:
+                part.stream.end_forward(part.track)
+        if self.keeper is not None:
+            self.keeper.left(self, part, door, failed)
+
+    def _shrink(self, part: Part, error: torch.OutOfMemoryError) -> None:
+        """Frees memory after `part` ran out of it, and makes it ready to run again."""
+        assert self.keeper is not None
+        if part.track is not None:
+            while part.track.held:
+                self.copier.unhold(part.track)
+        if part.stream is not None:
+            part.stream.heal()
+        self.keeper.shrink(self, part, error)
+
+    def _holds(self, part: Part, door: str) -> bool:
+        return door in _RUNS_BLOCKS_MANY_TIMES or door in part.hold
 
     def _make_room(self, part: Part) -> None:
         """Evicts what excludes `part`, before anything of it is brought in: the peak is the largest, not a sum."""
-        inside = [door.owner for door in self.occupancy.inside]
+        at_work = [door.owner for door in self.occupancy.inside]
         for other in self.parts:
-            if part.excludes(other) and not any(other is owner for owner in inside):
-                self.copier.drop(other.copies)
-                self.stream.unfix(other.phase)
+            if other.share.hold == "phase" and part.excludes(other) and not any(other is owner for owner in at_work):
+                self._take_out(other)
 
     @contextlib.contextmanager
     def materialized(self, module: nn.Module) -> Iterator[None]:
@@ -230,23 +358,56 @@ class Runtime:
             self.copier.drop(copies, thorough=True)
             for unit in there:
                 unit.write_back()
-            self.stream.forget()
+            for stream in self.streams:
+                stream.forget()
 
-    def _prime_once(self) -> None:
+    @property
+    def streams(self) -> list[BlockStream]:
+        own = [p.stream for p in self.parts if p.stream is not None and p.stream is not self.stream]
+        return [self.stream, *own]
+
+    def _prime(self, stream: BlockStream) -> None:
         """The first component that is entered in a call starts the ring, so that its copies hide behind it."""
-        if self.stream.idle:
+        if stream.idle and stream.arena is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self.stream.prime()
+                stream.prime()
 
     def end_call(self) -> None:
         """The pipeline's call is over: what takes turns leaves the device."""
         with self.occupancy.lock:
-            if self.occupancy.inside:
+            if self.occupancy.busy():
                 return
             for part in self.parts:
-                self.copier.drop(part.copies)
-                self.stream.unfix(part.phase)
-            self.stream.end_call()
+                if part.share.hold == "phase":
+                    self._take_out(part)
+            for stream in self.streams:
+                stream.end_call()
+            if self.keeper is not None:
+                self.keeper.call_ended(self)
+
+
+def _fixed_layout(
+    plan: ResolvedPlan,
+    parts: Sequence[Part],
+    residents: Callable[[Component], Sequence[int]],
+    arena_bytes: int | None,
+) -> Layout:
+    """The layout that the placements of `plan` ask for."""
+    shares = {}
+    widest = 0
+    for component, part in zip(plan.components, parts, strict=True):
+        every = frozenset(range(len(part.blocks)))
+        if component.placement == STREAM:
+            stay = frozenset(residents(component))
+            shares[part.name] = Share("always", stay)
+            widest = max([widest, *(b.unit.nbytes for b in part.blocks if b.index not in stay)])
+        else:
+            shares[part.name] = Share("always" if component.placement == RESIDENT else "phase", every)
+    return Layout(shares, (arena_bytes or 2 * widest) if widest else 0)
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
 
 
 def _hook_block(module: nn.Module, stream: BlockStream, block: StreamedBlock) -> list[Any]:
@@ -262,7 +423,7 @@ def _hook_block(module: nn.Module, stream: BlockStream, block: StreamedBlock) ->
     ]
 
 
-def _origin_devices(module: nn.Module) -> torch.device:
+def _origin_device(module: nn.Module) -> torch.device:
     """Where the component was, for tensors that come to be while it is offloaded."""
     return next((t.device for t in module_tensors(module)), torch.device("cpu"))
 
