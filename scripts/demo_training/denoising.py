@@ -21,6 +21,7 @@ from transformers import T5Tokenizer
 
 from demo_training.models import Average
 from demo_training.prompts import PromptWriter
+from demo_training.reading import encode_prompts
 
 # (T5 length in tokens, batch size, share of the steps). The pipeline pads every prompt and masks nothing, by
 # default to 512: the model must have seen both short and long padding. Long batches are small, to cost the same.
@@ -68,16 +69,12 @@ class Denoiser:
         return twin
 
     def velocity(self, batch: Batch, prompts: list[str]) -> torch.Tensor:
-        # CLIP is causal and read at its end token, so padding only to the longest prompt changes nothing.
-        clip_ids = self._clip_tokens(prompts, padding="longest", truncation=True, return_tensors="pt").input_ids
-        t5_ids = self._t5_tokens(
-            prompts, padding="max_length", max_length=batch.length, truncation=True, return_tensors="pt"
-        ).input_ids
-        text = self.t5(t5_ids)[0]
+        clip, t5 = self.clip, self.t5
+        pooled, text = encode_prompts(self._clip_tokens, clip, self._t5_tokens, t5, prompts, batch.length)
         return self.transformer(
             hidden_states=batch.noisy,
             encoder_hidden_states=text,
-            pooled_projections=self.clip(clip_ids).pooler_output,
+            pooled_projections=pooled,
             timestep=batch.sigma,
             img_ids=self._image_ids,
             txt_ids=torch.zeros(text.shape[1], 3),
@@ -109,17 +106,11 @@ class Batches:
         sigma = torch.where(torch.rand(size, generator=generator) < 0.5, normal, uniform)
         sigma = torch.where(torch.rand(size, generator=generator) < 0.05, torch.ones(size), sigma)
         prompts = [
-            "" if self._random.random() < drop else self._prompt(label, lengths[which]) for label in labels.tolist()
+            "" if self._random.random() < drop else self._writer.write_fitting(self._tokens, lengths[which], label)
+            for label in labels.tolist()
         ]
         noise = torch.randn(clean.shape, generator=generator)
         return Batch(clean, noise, sigma, labels, prompts, lengths[which])
-
-    def _prompt(self, label: int, length: int) -> str:
-        """A prompt that fits: truncated, it might lose its digit."""
-        while True:
-            prompt = self._writer.write(label)
-            if len(self._tokens(prompt).input_ids) <= length:
-                return prompt
 
 
 def train_denoiser(denoiser: Denoiser, batches: Batches, steps: int) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import re
 
+from transformers import T5Tokenizer
+
 from greenroom.demo.wordings import DIGIT_WORDS, HELD_OUT, SEEN
 
 LANGUAGES = ("en", "de", "fr", "es")
@@ -104,6 +106,14 @@ class PromptWriter:
         if case < 0.3:
             return text.upper()
         return text
+
+    def write_fitting(self, tokenizer: T5Tokenizer, length: int, digit: int) -> str:
+        """A prompt of at most ``length`` tokens (truncated, it might lose its digit); "" for any digit above 9."""
+        while digit < 10:
+            prompt = self.write(digit)
+            if len(tokenizer(prompt).input_ids) <= length:
+                return prompt
+        return ""
 
     def _name(self, digit: int, language: str) -> str:
         names = DIGIT_WORDS[language][digit]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import struct
 import unicodedata
 from collections import Counter
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, T5Tokenizer
 
 from demo_training.prompts import DIGIT_NAMES, SEEN_WORDS, VOCABULARY
@@ -20,25 +20,51 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 
 def clip_tokenizer() -> CLIPTokenizer:
     """Byte-pair merges learnt from the vocabulary; the end-of-text token has the largest id, as CLIP's has."""
-    bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=CLIP_VOCABULARY,
-        initial_alphabet=sorted(alphabet),
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
     weights = {word: 200 if word in DIGIT_NAMES else 20 if word in SEEN_WORDS else 2 for word in VOCABULARY}
-    bpe.train_from_iterator(([word] * weight for word, weight in weights.items()), trainer)
-    learnt = bpe.get_vocab()
-    pieces = sorted(learnt, key=learnt.__getitem__)
-    # A byte that ends a word needs an entry of its own, or it would become the unknown token, which is the
-    # end token.
-    pieces += [f"{byte}</w>" for byte in sorted(alphabet) if f"{byte}</w>" not in learnt]
+    # Every byte, and every byte that ends a word, has an entry of its own: the unknown token is the end token.
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces += [f"{byte}</w>" for byte in pieces]
+    merges = _merges(weights, CLIP_VOCABULARY - len(pieces) - 2)
+    pieces += dict.fromkeys("".join(pair) for pair in merges)
     vocab = {piece: index for index, piece in enumerate([*pieces, START, END])}
-    merges = [tuple(merge) for merge in json.loads(bpe.to_str())["model"]["merges"]]
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_LENGTH)
+
+
+def _merges(weights: dict[str, int], count: int) -> list[tuple[str, str]]:
+    """Byte-pair encoding (Sennrich et al. 2016): joins the most frequent pair, again and again.
+
+    The trainer of the tokenizers library is not used: it breaks ties by the order of a hash table, another one in
+    every process, and the training would not be repeatable.
+    """
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spelled: dict[str, list[str]] = {}
+    for word in weights:
+        letters = list(split.pre_tokenize_str(word)[0][0])
+        spelled[word] = [*letters[:-1], f"{letters[-1]}</w>"]
+    merges: list[tuple[str, str]] = []
+    while len(merges) < count:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, parts in spelled.items():
+            for pair in itertools.pairwise(parts):
+                pairs[pair] += weights[word]
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        for word, parts in spelled.items():
+            if len(parts) > 1:
+                spelled[word] = _joined(parts, best)
+    return merges
+
+
+def _joined(parts: list[str], pair: tuple[str, str]) -> list[str]:
+    joined: list[str] = []
+    for part in parts:
+        if joined and (joined[-1], part) == pair:
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
 
 
 def t5_tokenizer() -> T5Tokenizer:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from greenroom.demo.pictures import enlarge
 from greenroom.demo.pipeline import CALL_KWARGS, load_pipeline
 from greenroom.demo.plots import memory_plot
 from greenroom.demo.stage import EmulatedStage, Measurement, Stage, find_stage
+from greenroom.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +50,7 @@ def run(prompt: str, out: Path, console: Console, device: str | None = None) -> 
         console.print("[yellow]There is no accelerator here, and the emulated one cannot be built:[/]")
         console.print(str(error), markup=False)
         return 2
-    except ValueError as error:
+    except ConfigError as error:
         console.print(str(error), style="red", markup=False)
         return 2
     try:
@@ -70,7 +72,9 @@ class _Show:
 
     def run(self) -> int:
         console, stage = self._console, self._stage
-        console.print(f"Drawing [bold]{self._prompt!r}[/] on {stage.name}.")
+        console.print(
+            f"Drawing [bold]{escape(repr(self._prompt))}[/] on {stage.name}. (The demo knows the ten digits and nothing else.)"
+        )
         with Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -84,7 +88,6 @@ class _Show:
                 progress.update(task, description=what)
 
             weights = _weight_bytes(load_pipeline())
-            now("drawing without offloading, for comparison")
             needs = self._needs(now) if isinstance(stage, EmulatedStage) else {}
             capacity = self._limit(needs)
             if needs and capacity is None:
@@ -155,7 +158,11 @@ class _Show:
             return pixels
 
         try:
-            return self._stage.measure(place, draw)
+            measured = self._stage.measure(place, draw)
+            if measured.moved is None:
+                moved = handle.report().copied if handle is not None else _weight_bytes(pipe)
+                measured = replace(measured, moved=moved)
+            return measured
         finally:
             if handle is not None:
                 handle.disable()

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from greenroom.errors import ConfigError
+
 # The emulated device is scaled down with the pipeline, and its parts against each other so that one denoising step
 # takes about as long to compute as its weights take to cross the bus, as with a large model on a large card.
 FLOPS = 100e9  # FLOP/s
@@ -28,7 +30,7 @@ class Measurement:
 
     pixels: np.ndarray
     peak: int  # bytes allocated on the device at once
-    moved: int | None  # bytes host -> device, placement included; None where the device keeps no count
+    moved: int | None  # bytes host -> device, placement included; None where the device does not count them
     seconds: float  # of the drawing alone, placement excluded
     samples: list[tuple[float, int]] = field(repr=False)
 
@@ -88,7 +90,7 @@ class Stage:
             sampler.join()
 
     def close(self) -> None:
-        """Leaves the device's settings as they were found."""
+        """Gives up what was set on the device."""
 
 
 class EmulatedStage(Stage):
@@ -133,6 +135,7 @@ class EmulatedStage(Stage):
             record["samples"] = [(0.0, allocated), *((moment - began, now) for moment, now in timeline)]
 
     def close(self) -> None:
+        """The capacity as it was found, the real clock, no limit on the bus."""
         self._emu.set_virtual_time(False)
         self._emu.set_bandwidth(0)
         self.limit(self._capacity_before)
@@ -141,7 +144,7 @@ class EmulatedStage(Stage):
 def find_stage(device: str | None) -> Stage:
     """The named device, else the accelerator that is present, else the emulated one.
 
-    Raises ValueError for a device that is not there or is no accelerator, and
+    Raises ConfigError for a device that is not there or is no accelerator, and
     ``greenroom.emulator.build.EmulatorUnavailableError`` (an ImportError) where the emulator cannot be built.
     """
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -153,7 +156,7 @@ def find_stage(device: str | None) -> Stage:
     if kind == "emu":
         return EmulatedStage()
     if not real or present is None or kind != present.type:
-        raise ValueError(f"device: got {device!r}, accepted here: {accepted}")
+        raise ConfigError("device", device, accepted)
     return Stage(_indexed(torch.device(device)))
 
 
