@@ -1,0 +1,414 @@
+"""Omni: a checkpoint, loaded once, offloaded as configured, asked as often as one likes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from greenroom.accelerator import Accelerator
+from greenroom.api import offload
+from greenroom.config import OffloadConfig, parse_config
+from greenroom.engine.errors import RequestRefused, WorkerDied
+from greenroom.engine.job import Job, OmniResult, Request
+from greenroom.engine.media import MediaLimits, read_image
+from greenroom.engine.runner import Runner
+from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.engine.view import LiveView
+from greenroom.engine.worker import Worker
+from greenroom.errors import ConfigError, OffloadError
+from greenroom.handle import Handle, Report
+from greenroom.loading import LoadReport, check_dtype, load_checkpoint
+from greenroom.memory import Memory
+
+_INPUTS = ("prompt", "negative_prompt", "image", "mask_image", "last_image", "video")
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """How the engine does. `cause` says what ended the worker."""
+
+    alive: bool
+    asleep: bool
+    waiting: int
+    running: str | None
+    cause: str | None
+
+
+class Omni:
+    """Generates pictures and videos from a checkpoint.
+
+        with Omni("Qwen/Qwen-Image", diffusion_offload_config={"mode": "layer", "components": ["dit"]}) as omni:
+            omni.generate("a cup of coffee", OmniDiffusionSamplingParams(seed=7))[0].images[0].save("coffee.png")
+
+    One thread owns the device and serves requests in the order in which they come; `generate` may be called from
+    several threads. Without any word about offloading the pipeline lies on the device as it is.
+
+    Args:
+        model: a diffusers folder, a hub id, or a pipeline that is loaded already.
+        diffusion_offload_config: as for `greenroom.offload`.
+        memory_budget: device memory to use: "12GiB", bytes or "80%".
+        device: where to compute; None means the accelerator that is present, else the CPU.
+        dtype: None or "auto" keeps what the checkpoint stores; else "bfloat16", "float16", "float32" or a torch dtype.
+        enable_cpu_offload, enable_layerwise_offload, enable_distributed_layerwise_offload, dlo_*: the legacy flags.
+        variant, revision, local_files_only, trust_remote_code: as for `greenroom.loading.load_checkpoint`.
+        max_queue: most requests that may wait; None for no limit.
+
+    Raises:
+        ConfigError, TopologyError, NotSupportedError: as `greenroom.offload`; words are checked before anything is
+            loaded.
+        CheckpointError: the checkpoint is not whole.
+        OffloadError: the device is not there.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any,
+        *,
+        diffusion_offload_config: Mapping[str, Any] | OffloadConfig | str | None = None,
+        memory_budget: int | float | str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | Mapping[str, str | torch.dtype] | None = None,
+        enable_cpu_offload: bool = False,
+        enable_layerwise_offload: bool = False,
+        enable_distributed_layerwise_offload: bool = False,
+        variant: str | None = None,
+        revision: str | None = None,
+        local_files_only: bool = False,
+        trust_remote_code: bool = False,
+        max_queue: int | None = None,
+        **legacy: Any,
+    ) -> None:
+        flags: dict[str, Any] = {
+            "enable_cpu_offload": enable_cpu_offload,
+            "enable_layerwise_offload": enable_layerwise_offload,
+            "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
+        }
+        config = parse_config(diffusion_offload_config, memory=memory_budget, **flags, **legacy)
+        wanted = diffusion_offload_config is not None or memory_budget is not None or any(flags.values())
+        check_dtype(dtype)
+        self._accelerator = Accelerator.of(find_device(device))
+        self._config: OffloadConfig | None = config if wanted else None
+        self._max_queue = max_queue
+        self._lock = threading.Lock()
+        self._asleep = False
+        self._closed = False
+        self.load_report: LoadReport | None = None
+        if isinstance(model, str | os.PathLike):
+            loaded = load_checkpoint(
+                model,
+                dtype=dtype,
+                variant=variant,
+                revision=revision,
+                local_files_only=local_files_only,
+                trust_remote_code=trust_remote_code,
+            )
+            self.pipeline: Any = loaded.pipeline
+            self.load_report = loaded.report
+            recommended = loaded.recommended
+            self.model = os.fspath(model)
+        elif callable(model) and hasattr(model, "components"):
+            self.pipeline, recommended = model, {}
+            self.model = type(model).__name__
+        else:
+            raise ConfigError("model", model, "a folder, a hub id or a diffusers pipeline")
+        self._recommended: dict[str, Any] = dict(recommended)
+        self._handle: Handle | None = None
+        self._runner: Runner | None = None
+        self._view: LiveView | None = None
+        self._worker = self._start()
+
+    # ------------------------------------------------------------------ generating
+
+    def generate(
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        sampling_params: OmniDiffusionSamplingParams | Mapping[str, Any] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[OmniResult]:
+        """Generates from each prompt in turn.
+
+        Args:
+            prompts: text; a mapping with "prompt" and, where the pipeline takes them, "negative_prompt", "image",
+                "mask_image", "last_image"; or a list of these. Images are PIL images, paths, or bytes of a file.
+            sampling_params: how to sample; the same for all prompts.
+            progress: show the pipeline's progress bar.
+
+        Returns:
+            One result for each prompt, in their order.
+
+        Raises:
+            RequestRefused: naming the field; nothing was generated for any prompt if a prompt itself is refused.
+            DoesNotFit: the device has too little memory.
+            WorkerDied, RequestCancelled: the engine went away.
+        """
+        params = OmniDiffusionSamplingParams.of(sampling_params)
+        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        requests = [Request(prompt_inputs(item), params, progress=progress) for item in items]
+        jobs: list[Job] = []
+        try:
+            for request in requests:
+                jobs.append(self.submit(request))
+            return [job.future.result() for job in jobs]
+        except BaseException:
+            for job in jobs:
+                job.cancel("another prompt of the same call failed")
+            raise
+
+    def submit(self, request: Request) -> Job:
+        """Puts a request into the queue and returns at once; `job.future` gives the result.
+
+        Raises:
+            QueueFull, WorkerDied: it was not taken.
+        """
+        return self._worker.submit(Job(request))
+
+    def cancel_swept(self) -> None:
+        """Ends waiting jobs that were given up, so that they take no place in the queue."""
+        self._worker.sweep()
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def status(self) -> EngineStatus:
+        worker = self._worker
+        current = worker.current
+        return EngineStatus(
+            alive=worker.alive,
+            asleep=self._asleep,
+            waiting=worker.waiting,
+            running=current.id if current else None,
+            cause=repr(worker.cause) if worker.cause else None,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self._accelerator.device
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self._accelerator
+
+    @property
+    def config(self) -> OffloadConfig | None:
+        """The configuration in force, or None where nothing is offloaded."""
+        return self._config
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the requests; for the server."""
+        assert self._runner is not None
+        return self._runner
+
+    def report(self) -> Report | None:
+        """What the offload keeps where; None where nothing is offloaded or the engine sleeps."""
+        handle = self._handle
+        return handle.report() if handle is not None and handle.enabled else None
+
+    def live(self, since: int = 0) -> dict[str, Any]:
+        """What lies on the device at this moment; see `LiveView.snapshot`."""
+        view = self._view
+        return view.snapshot(since) if view is not None else {"components": [], "events": [], "last_event": since}
+
+    # ------------------------------------------------------------------ operating
+
+    def set_memory(self, memory_budget: int | float | str) -> Report | None:
+        """Changes the memory budget between two requests; results stay the same.
+
+        Raises:
+            ConfigError: not an amount of memory, or a pipeline that is not offloaded.
+            GreenroomError: nothing fits into it; the budget in force stays.
+        """
+        budget = Memory.parse(memory_budget, "memory_budget")
+        if self._config is None:
+            raise ConfigError("memory_budget", memory_budget, "nothing: this pipeline is not offloaded")
+        config = self._config
+        renewed = OffloadConfig(
+            mode=config.mode,
+            components=config.components if config.components_explicit else None,
+            layer_options=config.layer_options,
+            pin_memory=config.pin_memory,
+            memory_budget=budget,
+            distributed=config.distributed,
+            pin_failure_policy=config.pin_failure_policy,
+            chunk_size=config.chunk_size,
+        )
+
+        def change() -> Report | None:
+            if self._asleep:
+                raise OffloadError("the engine sleeps; wake it first")
+            self._place(renewed)
+            self._config = renewed
+            return self.report()
+
+        report: Report | None = self._worker.order(change).result()
+        return report
+
+    def sleep(self) -> None:
+        """Frees the device after the running request; the weights keep their values on the host.
+
+        Requests that come meanwhile wait for `wake`.
+        """
+        self._worker.order(self._fall_asleep).result()
+
+    def wake(self) -> None:
+        """Brings back what `sleep` freed; the next request gives the same bits as before."""
+        self._worker.order(self._wake_up).result()
+
+    def restart(self) -> None:
+        """Starts a new worker in place of one that has ended; requests that it had were failed with it."""
+        with self._lock:
+            if self._closed:
+                raise WorkerDied("the engine was shut down")
+            if self._worker.alive:
+                return
+            self._worker.stop(timeout_s=30)
+            self._worker = self._start()
+
+    def shutdown(self, timeout_s: float | None = None, *, cancel: bool = True) -> bool:
+        """Ends the worker and frees the device; True if it ended in time. Harmless when done already.
+
+        Args:
+            timeout_s: how long to wait for the running request; None for as long as it takes.
+            cancel: give requests up at their next step, rather than finish them within `timeout_s`.
+        """
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+        ended = self._worker.stop(timeout_s, cancel=cancel)
+        if ended:
+            self._unplace()
+            self._accelerator.empty_cache()
+        return ended
+
+    def __enter__(self) -> Omni:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ on the worker's thread
+
+    def _start(self) -> Worker:
+        worker = Worker(self._set_up, self._run, self._max_queue)
+        try:
+            worker.ready.result()
+        except BaseException:
+            worker.stop(timeout_s=30)
+            raise
+        return worker
+
+    def _set_up(self) -> None:
+        self._unplace()
+        self._place(self._config)
+        self._asleep = False
+
+    def _run(self, job: Job) -> OmniResult:
+        assert self._runner is not None
+        return self._runner.run(job)
+
+    def _place(self, config: OffloadConfig | None) -> None:
+        device = self._accelerator.device
+        before = self._config if self._handle is not None else None
+        if config is None:
+            self.pipeline.to(device)
+            self._handle = None
+        else:
+            try:
+                self._handle = offload(self.pipeline, config, device=device)
+            except Exception:
+                if before is not None:
+                    # A switch undoes the old offload first: what was refused must not leave nothing.
+                    self._handle = offload(self.pipeline, before, device=device)
+                    self._look()
+                raise
+        self._look()
+
+    def _look(self) -> None:
+        if self._view is not None:
+            self._view.remove()
+        self._runner = Runner(self.pipeline, self._handle, self._accelerator, self._recommended)
+        self._view = LiveView(self.pipeline, self._handle, self._accelerator)
+        self._view.install()
+
+    def _unplace(self) -> None:
+        if self._view is not None:
+            self._view.remove()
+            self._view = None
+        if self._handle is not None:
+            self._handle.disable()
+            self._handle = None
+        elif self._config is None and not self._accelerator.is_cpu and not self._asleep:
+            self.pipeline.to("cpu")
+
+    def _fall_asleep(self) -> None:
+        if self._asleep:
+            return
+        if self._handle is not None and hasattr(self._handle, "sleep"):
+            self._handle.sleep()
+        else:
+            self._unplace()
+        self._asleep = self._worker.paused = True
+        self._accelerator.empty_cache()
+
+    def _wake_up(self) -> None:
+        if not self._asleep:
+            return
+        if self._handle is not None and hasattr(self._handle, "wake"):
+            self._handle.wake()
+        else:
+            self._place(self._config)
+        self._asleep = self._worker.paused = False
+
+
+def find_device(device: str | torch.device | None) -> str | torch.device:
+    """The device to compute on: the one given, else the accelerator that is present, else the CPU."""
+    if device is None:
+        present = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if present is None else present.type
+    if str(device).split(":")[0] == "emu":
+        import greenroom.emulator  # noqa: F401 - registers the device
+    return device
+
+
+def prompt_inputs(prompt: str | Mapping[str, Any], limits: MediaLimits | None = None) -> dict[str, Any]:
+    """What a prompt stands for, by the names of a pipeline's call; images are read.
+
+    Raises:
+        RequestRefused: not a prompt, an unknown key, or an image that cannot be read.
+    """
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if not isinstance(prompt, Mapping):
+        raise RequestRefused(
+            "prompt", f"prompt = {prompt!r} is not accepted; accepted: text, or a mapping with 'prompt'"
+        )
+    for key in prompt:
+        if key not in _INPUTS:
+            raise RequestRefused(str(key), f"{key} is not part of a prompt; accepted: {', '.join(_INPUTS)}")
+    inputs = {k: v for k, v in prompt.items() if v is not None}
+    for name in ("image", "mask_image", "last_image"):
+        if name in inputs:
+            value = inputs[name]
+            images = [_read(v, name, limits) for v in (value if isinstance(value, list | tuple) else [value])]
+            inputs[name] = images if isinstance(value, list | tuple) and len(images) > 1 else images[0]
+    return inputs
+
+
+def _read(value: Any, field: str, limits: MediaLimits | None) -> Any:
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and len(value) < 4096 and os.path.isfile(value)):
+        with open(value, "rb") as file:
+            return read_image(file.read(), limits, field)
+    return read_image(value, limits, field)
+
+
+__all__ = ["EngineStatus", "Omni", "find_device", "prompt_inputs"]
