@@ -65,7 +65,8 @@ def late_gather(rank: int, world: int, device: torch.device) -> None:
     assert counts["p2p_bytes"] >= 4 * n * world
 
 
-def virtual_gather(device: torch.device, world: int) -> None:
+def virtual_gather(device: torch.device, rank: int, world: int) -> None:
+    """On the virtual clock a collective begins when the last rank gets to it, and a barrier lines up the hosts."""
     emu.set_virtual_time(True, launch=0, kernel_latency=0)
     emu.set_bandwidth(0, 0, 1e6)
     out = torch.zeros(1000 * world, device=device)
@@ -75,6 +76,17 @@ def virtual_gather(device: torch.device, world: int) -> None:
     dist.all_gather_into_tensor(out, mine)
     emu.synchronize()
     assert abs(emu.virtual_time() - before - 4000 * world / 1e6) < 1e-9
+    emu.set_virtual_time(True, flops=1e9, membw=1e15, launch=0, kernel_latency=0)
+    x = torch.zeros(100, 100, device=device)
+    for _ in range(1 + 4 * rank):
+        x @ x  # 2 ms each
+    dist.all_gather_into_tensor(out, mine)
+    emu.synchronize()
+    assert abs(emu.virtual_time() - (5 * 2e-3 + 4000 * world / 1e6)) < 1e-6
+    if rank == 0:
+        x @ x
+    dist.barrier(device_ids=[rank])
+    assert abs(emu.virtual_time() - (6 * 2e-3 + 4000 * world / 1e6)) < 1e-6
     emu.set_virtual_time(False)
 
 
@@ -105,7 +117,7 @@ def main() -> None:
     emu.set_race_check("raise")
     collectives(rank, world, device)
     late_gather(rank, world, device)
-    virtual_gather(device, world)
+    virtual_gather(device, rank, world)
     sharded_model(device, world)
     emu.synchronize()
     assert emu.race_reports() == []

@@ -75,6 +75,10 @@ double host_seconds() {
   std::lock_guard<std::mutex> g(mutex);
   return host / kPs;
 }
+Moment host_now() {
+  std::lock_guard<std::mutex> g(mutex);
+  return {host, epoch};
+}
 Moment stream_end(int gid) {
   std::lock_guard<std::mutex> g(mutex);
   const auto& c = streams[gid];

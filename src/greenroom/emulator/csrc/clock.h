@@ -34,6 +34,7 @@ struct Moment {
 void restart(bool enable); // all clocks at zero
 double seconds(const Moment& m);
 double host_seconds();
+Moment host_now();
 Moment stream_end(int gid); // when the stream will have finished all it was given so far
 void host_reaches(const Moment& m);
 bool host_is_past(const Moment& m);

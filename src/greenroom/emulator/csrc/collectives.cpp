@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -128,6 +129,7 @@ class EmuBackend final : public c10d::Backend {
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override { // blocks the host, as it does on gloo
     synchronize(current_device());
+    if (vclock::on) vclock::host_reaches(latest_of_all_ranks(vclock::host_now()));
     auto options = o;
     options.device_ids.clear();
     options.device = std::nullopt;
@@ -150,7 +152,15 @@ class EmuBackend final : public c10d::Backend {
     }
     size_t bytes = std::max(total_bytes(ins), total_bytes(outs));
     bool virtually = vclock::on;
-    if (virtually) charge_collective(device, bytes, comm->gid, "collective");
+    if (virtually) {
+      // A collective begins when the last rank gets to it. Peer-to-peer messages are not matched up: that would
+      // make the host of a sender wait for the receiver's.
+      if (type != OpType::SEND && type != OpType::RECV) {
+        comm->drain(comm->gid); // the inner backend matches its calls by their order: nothing may be under way
+        vclock::stream_waits(comm->gid, latest_of_all_ranks(vclock::stream_end(comm->gid)));
+      }
+      charge_collective(device, bytes, comm->gid, "collective");
+    }
     comm->enqueue([collective = std::move(collective), error = work->error, bytes, virtually, gid = comm->gid] {
       double t0 = now_s();
       try {
@@ -162,6 +172,16 @@ class EmuBackend final : public c10d::Backend {
     });
     work->done = record_event(comm);
     return work;
+  }
+
+  // Ranks share one origin of virtual time: each switched it on at the same point of the program.
+  vclock::Moment latest_of_all_ranks(vclock::Moment mine) {
+    std::vector<at::Tensor> ps{at::full({1}, mine.ps, at::kLong)};
+    c10d::AllreduceOptions max;
+    max.reduceOp = c10d::ReduceOp::MAX;
+    inner_->allreduce(ps, max)->wait();
+    mine.ps = ps[0].item<int64_t>();
+    return mine;
   }
 
   c10::intrusive_ptr<c10d::Backend> inner_;
