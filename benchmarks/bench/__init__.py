@@ -1,0 +1,1 @@
+"""What the benchmarks share: subjects, offloaders, a clock, tables and plots."""

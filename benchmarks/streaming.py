@@ -1,0 +1,174 @@
+"""Everything streamed: how close each offloader comes to what the link and the chip allow.
+
+python benchmarks/streaming.py [--quick]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+from bench import offloaders as o
+from bench.clock import CostModel, Sample, emu, measure, profile
+from bench.report import INK, Gate, Result, Table, mb, tidy, yes
+from bench.subjects import quieten, wan
+
+COST = CostModel(flops=100e9, membw=400e9, launch=2e-6, kernel_latency=2e-6, copy_latency=10e-6)
+RATIOS = (0.5, 1.0, 2.0)
+GREENROOM = "Greenroom, layerwise"
+LIMIT = 1.03
+OFFLOADERS: dict[str, tuple[o.Offloader, bool]] = {  # and whether the model moves once a call
+    GREENROOM: (o.greenroom_layerwise(), False),
+    "diffusers group, block, stream": (o.group_offload("block_level", stream=True), False),
+    "diffusers group, block, stream, record_stream": (o.group_offload("block_level", stream=True, record=True), False),
+    "diffusers group, leaf": (o.group_offload("leaf_level", stream=False), False),
+    "diffusers group, leaf, stream": (o.group_offload("leaf_level", stream=True), False),
+    "diffusers group, leaf, stream, record_stream": (o.group_offload("leaf_level", stream=True, record=True), False),
+    "diffusers sequential (accelerate cpu_offload)": (o.sequential_offload, False),
+    "diffusers model (accelerate cpu_offload_with_hook)": (o.model_offload, True),
+}
+
+
+def run(quick: bool = False) -> Result:
+    subject = wan(16, 128, 4) if quick else wan(24, 640, 4)
+    cost = dataclasses.replace(COST, flops=5e9) if quick else COST
+    forwards = 4
+    offloaders = OFFLOADERS
+    if quick:
+        offloaders = {k: v for k, v in OFFLOADERS.items() if "leaf" not in k and "sequential" not in k}
+    emu.reset()
+    base = profile(subject, cost, forwards=forwards)
+    streamed = sum(subject.block_bytes())
+    bandwidths = [streamed / base.compute / ratio for ratio in RATIOS]
+    reference = base.reference
+    emu.set_race_check("collect")
+    samples: dict[str, list[Sample]] = {}
+    for name, (offloader, whole_call) in offloaders.items():
+        samples[name] = measure(subject, offloader, cost, bandwidths, whole_call=whole_call, forwards=forwards)
+    emu.reset()
+
+    tables = []
+    for i, ratio in enumerate(RATIOS):
+        table = Table(
+            [
+                "offloader",
+                "ms a forward",
+                "bound, ms",
+                "over bound",
+                "over resident",
+                "copied, MB",
+                "copies",
+                "copied back, MB",
+                "peak, MB",
+                "same bits",
+                "races",
+            ]
+        )
+        table.rows.append(
+            [
+                "resident",
+                f"{base.compute * 1e3:.2f}",
+                "",
+                "",
+                "1.000",
+                "0.0",
+                "0",
+                "0.0",
+                mb(base.peak),
+                "reference",
+                "0",
+            ]
+        )
+        for name, several in samples.items():
+            s = several[i]
+            bound = s.bound(base.compute, bandwidths[i])
+            table.rows.append(
+                [
+                    name,
+                    f"{s.seconds * 1e3:.2f}",
+                    f"{bound * 1e3:.2f}",
+                    f"{s.seconds / bound:.3f}",
+                    f"{s.seconds / base.compute:.3f}",
+                    mb(s.copied),
+                    f"{s.copies:.0f}",
+                    mb(s.returned),
+                    mb(s.peak),
+                    yes(torch.equal(s.latent, reference)),
+                    str(s.races),
+                ]
+            )
+        tables.append((f"Copy/compute {ratio:g} (link {bandwidths[i] / 1e9:.2f} GB/s, virtual)", table))
+    over = {
+        name: [s.seconds / s.bound(base.compute, b) for s, b in zip(several, bandwidths, strict=True)]
+        for name, several in samples.items()
+    }
+    ours = samples[GREENROOM]
+    gates = [
+        Gate(f"Greenroom over the bound at copy/compute {r:g}", f, LIMIT)
+        for r, f in zip(RATIOS, over[GREENROOM], strict=True)
+    ]
+    gates.append(Gate("Greenroom outputs that differ", sum(not torch.equal(s.latent, reference) for s in ours), 0))
+    gates.append(Gate("races in Greenroom", sum(s.races for s in ours), 0))
+    text = [
+        f"{subject.name} of {max(subject.block_bytes()) / 1e6:.1f} MB; nothing of the blocks stays on the device. The "
+        f"bandwidth of the link is chosen so that copying all blocks takes 0.5, 1 and 2 times as long as computing a "
+        f"forward ({base.compute * 1e3:.2f} ms, measured with the model resident).",
+        "Time is that of a forward in the steady state. The bound is max(compute, copied bytes / bandwidth) with the "
+        "bytes that the offloader itself copied. Model offload moves the whole model at the start and back at the end "
+        f"of each call: its time is a whole call of {forwards} forwards, divided by {forwards}. Pageable memory is "
+        "copied as fast as pinned memory here, which flatters offloaders that do not pin.",
+        f"Cost model: {cost}.",
+    ]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        names = list(over)
+        height = 0.8 / len(RATIOS)
+        for i, ratio in enumerate(RATIOS):
+            for j, name in enumerate(names):
+                value = over[name][i]
+                colour = INK["Greenroom"] if name == GREENROOM else INK["others"]
+                at = j + (i - 1) * height
+                axes.barh(at, value, height * 0.9, color=colour, alpha=0.5 + 0.25 * i)
+                axes.annotate(
+                    f"{value:.2f}  (copy/compute {ratio:g})",
+                    (value, at),
+                    xytext=(3, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=7,
+                )
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_yticks(
+            range(len(names)), [name.replace(", stream", ",\nstream", 1).replace(" (", "\n(") for name in names]
+        )
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(max(v) for v in over.values()) * 1.15)
+        axes.set_xlabel("time of a forward over max(compute, copies): 1 is the best possible (virtual clock)")
+        axes.set_title(f"Everything streamed: {subject.name}", loc="left")
+        tidy(axes)
+
+    return Result(
+        "streaming",
+        "Everything streamed",
+        "virtual",
+        "python benchmarks/streaming.py",
+        text,
+        tables,
+        gates,
+        draw,
+        size=(9, 7.5),
+        figures={"over": over, "samples": samples},
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    quieten()
+    result = run(quick="--quick" in sys.argv)
+    print(result.markdown())
+    if "--quick" not in sys.argv:
+        result.write()
