@@ -108,6 +108,101 @@ def generate(
     console.print(f"[green]wrote[/] {output}", highlight=False, soft_wrap=True)
 
 
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
+    omni: Annotated[bool, typer.Option("--omni", help="Accepted; every model is served this way.")] = True,
+    diffusion_offload_config: OffloadOption = None,
+    enable_cpu_offload: Annotated[bool, typer.Option("--enable-cpu-offload", help="Model-level offloading.")] = False,
+    enable_layerwise_offload: Annotated[
+        bool, typer.Option("--enable-layerwise-offload", help="Layerwise offloading.")
+    ] = False,
+    enable_distributed_layerwise_offload: Annotated[
+        bool, typer.Option("--enable-distributed-layerwise-offload", help="Layerwise over several ranks.")
+    ] = False,
+    dlo_use_allgather: Annotated[bool, typer.Option(help="Each rank copies its share, the group gathers.")] = True,
+    dlo_resident_layers: Annotated[int, typer.Option(min=0, help="DiT blocks that stay on the device.")] = 0,
+    dlo_pin_budget_gb: Annotated[float | None, typer.Option(help="Most host memory to lock, in GB.")] = None,
+    dlo_pin_failure_policy: Annotated[str, typer.Option(help="fail or whole_block_fallback.")] = "fail",
+    dlo_chunk_size_mb: Annotated[int | None, typer.Option(min=1, help="Size of a piece of a copy, in MB.")] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
+    ] = None,
+    device: DeviceOption = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    variant: Annotated[str | None, typer.Option(help='Weights of a variant, such as "fp16".')] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")
+    ] = False,
+    served_model_name: Annotated[str | None, typer.Option(help="The name that clients see.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="What clients must send as a bearer token.", envvar="GREENROOM_API_KEY")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; more get 429.")] = 32,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of a picture or frame.")] = 2048 * 2048,
+    max_frames: Annotated[int, typer.Option(min=1, help="Most frames of a video.")] = 257,
+    max_steps: Annotated[int, typer.Option(min=1, help="Most denoising steps.")] = 200,
+    request_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds after which a request is given up.")
+    ] = 1800.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serves a model behind OpenAI's interface, with a page at /."""
+    try:
+        from greenroom.serving import ServerSettings
+        from greenroom.serving.main import run
+    except ImportError as error:
+        raise _fail(str(error)) from None
+    from greenroom.engine import Omni
+
+    words: dict[str, Any] = {
+        "enable_cpu_offload": enable_cpu_offload,
+        "enable_layerwise_offload": enable_layerwise_offload,
+        "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
+        "dlo_use_allgather": dlo_use_allgather,
+        "dlo_resident_layers": dlo_resident_layers,
+        "dlo_pin_budget_gb": dlo_pin_budget_gb,
+        "dlo_pin_failure_policy": dlo_pin_failure_policy,
+        "dlo_chunk_size_mb": dlo_chunk_size_mb,
+    }
+    settings = ServerSettings(
+        served_model_name=served_model_name,
+        api_key=api_key,
+        max_queue=max_queue,
+        max_pixels=max_pixels,
+        max_frames=max_frames,
+        max_steps=max_steps,
+        request_timeout=request_timeout,
+    )
+    try:
+        engine = Omni(
+            model,
+            diffusion_offload_config=diffusion_offload_config,
+            memory_budget=memory_budget,
+            device=device,
+            dtype=dtype,
+            variant=variant,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            max_queue=max_queue,
+            **words,
+        )
+    except (GreenroomError, OSError, ImportError) as error:
+        raise _fail(str(error)) from None
+    report = engine.report()
+    console.print(
+        str(report) if report is not None else f"not offloaded, on {engine.device}", highlight=False, soft_wrap=True
+    )
+    console.print(f"[green]serving[/] {model} on http://{host}:{port}", highlight=False, soft_wrap=True)
+    try:
+        run(engine, settings, host=host, port=port, log_level=log_level)
+    except OSError as error:
+        raise _fail(f"cannot listen on {host}:{port}: {error}") from None
+
+
 def main() -> Any:
     return app()
 

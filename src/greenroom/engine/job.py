@@ -92,6 +92,8 @@ class Job:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.future: Future[OmniResult] = Future()
+        # Marked as running at once: only the worker ends it, and nobody can cancel it under the worker's hands.
+        self.future.set_running_or_notify_cancel()
         self.state = QUEUED
         self.phase = QUEUED
         self.step = 0

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from greenroom.engine.job import Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits, read_image
 from greenroom.engine.runner import Runner
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.engine.variants import takes
 from greenroom.engine.view import LiveView
 from greenroom.engine.worker import Worker
 from greenroom.errors import ConfigError, OffloadError
@@ -111,7 +113,8 @@ class Omni:
             self.pipeline: Any = loaded.pipeline
             self.load_report = loaded.report
             recommended = loaded.recommended
-            self.model = os.fspath(model)
+            # A path of this machine is nobody else's business.
+            self.model = Path(model).resolve().name if Path(model).is_dir() else os.fspath(model)
         elif callable(model) and hasattr(model, "components"):
             self.pipeline, recommended = model, {}
             self.model = type(model).__name__
@@ -199,6 +202,16 @@ class Omni:
     def config(self) -> OffloadConfig | None:
         """The configuration in force, or None where nothing is offloaded."""
         return self._config
+
+    @property
+    def recommended(self) -> dict[str, Any]:
+        """Call arguments that the checkpoint recommends."""
+        return dict(self._recommended)
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether the pipeline makes videos rather than pictures."""
+        return takes(self.pipeline, "num_frames")
 
     @property
     def runner(self) -> Runner:

@@ -1,0 +1,170 @@
+"""What the routes share: the engine, the limits, and how one waits for a request without keeping anyone waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+
+from greenroom.engine import Job, Omni, OmniResult, Request
+from greenroom.engine.media import MediaLimits
+from greenroom.serving import limits
+from greenroom.serving.errors import ApiError, as_api_error
+from greenroom.serving.metrics import Metrics
+from greenroom.serving.schemas import Generation
+from greenroom.serving.settings import ServerSettings
+
+# Seconds between two looks whether the client is still there, and between two signs of life on a stream.
+_LOOK = 0.1
+_ALIVE = 10.0
+
+
+@dataclass
+class Context:
+    """One server."""
+
+    omni: Omni
+    settings: ServerSettings
+    metrics: Metrics
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.omni.model
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        return MediaLimits(max_bytes=self.settings.max_body, max_pixels=max(self.settings.max_pixels, 2**20))
+
+    def submit(self, kind: str, words: Generation, inputs: dict[str, Any], **more: Any) -> Job:
+        """Checks a request against the limits and puts it into the queue.
+
+        Raises:
+            ApiError, GreenroomError: it was not taken; nothing happened.
+        """
+        try:
+            if words.model is not None and words.model not in (self.model_name, self.omni.model):
+                raise ApiError(
+                    404, f"model {words.model[:200]!r} is not served here; {self.model_name!r} is",
+                    param="model", code="model_not_found",
+                )  # fmt: skip
+            params = words.sampling(**more)
+            limits.check(self.omni, self.settings, words.prompt, params)
+            request = Request({"prompt": words.prompt, **inputs}, params, timeout_s=self.settings.request_timeout)
+            return self.omni.submit(request)
+        except Exception as error:
+            self.metrics.requests.labels(kind, _outcome(error)).inc()
+            raise
+
+    async def result(self, kind: str, job: Job, http: HttpRequest) -> OmniResult:
+        """Waits for a request; gives it up when the client goes away.
+
+        Raises:
+            Exception: what the request failed with.
+        """
+        future = asyncio.wrap_future(job.future)
+        try:
+            while not future.done():
+                await asyncio.wait({future}, timeout=_LOOK)
+                if not future.done() and await http.is_disconnected():
+                    self.give_up(job)
+            return future.result()
+        except BaseException as error:
+            self.give_up(job)
+            self.metrics.requests.labels(kind, _outcome(error)).inc()
+            raise
+
+    def give_up(self, job: Job) -> None:
+        """Cancels a request whose client is gone; harmless for one that is over."""
+        job.cancel("the client went away")
+        self.omni.cancel_swept()
+
+
+def _outcome(error: BaseException) -> str:
+    status = as_api_error(error).status if isinstance(error, Exception) else 499
+    return {429: "refused_busy", 499: "cancelled", 408: "timeout"}.get(
+        status, "refused" if status < 500 else "unavailable" if status == 503 else "failed"
+    )
+
+
+async def changes(job: Job) -> AsyncIterator[bool]:
+    """True at each change of a job and False as a sign of life in between; ends when the job is over."""
+    loop = asyncio.get_running_loop()
+    changed = asyncio.Event()
+
+    def tell(_: Job) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(changed.set)
+
+    job.listen(tell)
+    yield True
+    while not job.future.done():
+        try:
+            await asyncio.wait_for(changed.wait(), _ALIVE)
+        except asyncio.TimeoutError:
+            yield False
+            continue
+        changed.clear()
+        yield True
+
+
+def event(kind: str, data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
+
+
+async def read_fields(http: HttpRequest, files: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Fields and files of a JSON or multipart body.
+
+    Args:
+        http: the request.
+        files: names of fields that may hold files; in JSON, the same names may hold base64 text.
+
+    Raises:
+        ApiError: 400, not a body of either kind, or a field that is given twice.
+    """
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    fields: dict[str, Any] = {}
+    found: dict[str, list[bytes]] = {}
+    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
+        try:
+            form = await http.form(max_files=16, max_fields=100)
+        except HTTPException as error:
+            raise ApiError(400, f"the form is not readable: {error.detail}") from None
+        for name, value in form.multi_items():
+            plain = name.removesuffix("[]")
+            if isinstance(value, UploadFile):
+                if plain not in files:
+                    raise ApiError(400, f"{plain} is not a field for files", param=plain)
+                found.setdefault(plain, []).append(await value.read())
+            elif plain in files:
+                found.setdefault(plain, []).append(value.encode())
+            elif name in fields:
+                raise ApiError(400, f"{name} is given twice", param=name)
+            else:
+                fields[name] = value
+        return fields, found
+    try:
+        body = json.loads(await http.body(), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON; accepted: application/json or multipart/form-data") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    for name in files:
+        value = body.pop(name, None)
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and not isinstance(item, str):
+                raise ApiError(400, f"{name} is not a file; accepted: a file, base64 text or a data URL", param=name)
+            if item is not None:
+                found.setdefault(name, []).append(item.encode("utf-8", "replace"))
+    return body, found
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,124 @@
+"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from greenroom.engine.errors import DoesNotFit, QueueFull, RequestCancelled, RequestRefused, WorkerDied
+from greenroom.errors import ConfigError, GreenroomError
+
+log = logging.getLogger("greenroom.serving")
+
+# Nobody reads the answer to a request that was given up; the number is nginx's for that.
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: HTTP status.
+        message: for people.
+        param: the field at fault, or None.
+        code: for programs, or None.
+        headers: further headers.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def _type_of(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told about an error; what is not the client's doing says no more than it has to."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestRefused):
+        return ApiError(400, error.message, param=error.field, code="invalid_value")
+    if isinstance(error, DoesNotFit):
+        return ApiError(400, str(error), param="size", code="does_not_fit")
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
+    if isinstance(error, RequestCancelled):
+        if "longer than" in error.reason:
+            return ApiError(408, str(error), code="timeout")
+        status = 503 if "shutting down" in error.reason else CLIENT_CLOSED_REQUEST
+        return ApiError(status, str(error), code="cancelled")
+    if isinstance(error, WorkerDied):
+        return ApiError(503, f"{error}; POST /v1/restart starts a new one", code="worker_dead")
+    if isinstance(error, ConfigError):
+        return ApiError(400, str(error), param=error.field, code="invalid_value")
+    if isinstance(error, GreenroomError):
+        return ApiError(400, str(error), code="refused")
+    return ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app leave in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def _api(request: Request, error: ApiError) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(GreenroomError)
+    async def _ours(request: Request, error: GreenroomError) -> JSONResponse:
+        return as_api_error(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
+        return from_validation(list(error.errors())).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+
+    @app.exception_handler(Exception)
+    async def _any(request: Request, error: Exception) -> JSONResponse:
+        log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error)
+        return as_api_error(error).response()
+
+
+def from_validation(problems: list[Any]) -> ApiError:
+    """A 400 that names the first field at fault, from pydantic's list of problems."""
+    first = problems[0] if problems else {}
+    where = [str(p) for p in first.get("loc", ()) if p not in ("body", "query", "path")]
+    field = ".".join(where) or None
+    message = str(first.get("msg", "not accepted"))
+    if first.get("type") == "extra_forbidden":
+        message = "is not a known field"
+    return ApiError(400, f"{field}: {message}" if field else message, param=field, code="invalid_value")

@@ -1,0 +1,95 @@
+"""What stands before every route: the key, the origin, the size of a body. Plain ASGI, so that streams stay streams."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from greenroom.serving.errors import ApiError
+from greenroom.serving.settings import ServerSettings
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+_READING = ("GET", "HEAD", "OPTIONS")
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class Guards:
+    """Refuses requests without the key, from another site's pages, or with too large a body.
+
+    Note [A page of another site]
+        A browser on this machine can be made to post to 127.0.0.1 by any page that it visits. It says so in `Origin`,
+        which must be this server's own for anything that is not mere reading.
+    """
+
+    def __init__(self, app: Any, settings: ServerSettings) -> None:
+        self.app = app
+        self.settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        error = self._key(scope, headers) or self._origin(scope, headers) or self._length(headers)
+        if error is not None:
+            await error.response()(scope, receive, send)  # type: ignore[arg-type]
+            return
+        seen = 0
+        started = False
+
+        async def counted() -> dict[str, Any]:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self.settings.max_body:
+                    raise _TooLarge
+            return message
+
+        async def watched(message: dict[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, counted, watched)
+        except _TooLarge:
+            if not started:
+                await self._too_large().response()(scope, receive, send)  # type: ignore[arg-type]
+
+    def _key(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
+        key = self.settings.api_key
+        if key is None or not (scope["path"].startswith("/v1/") or scope["path"] == "/metrics"):
+            return None
+        given = headers.get("authorization", "")
+        scheme, _, token = given.partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), key.encode()):
+            return None
+        return ApiError(
+            401,
+            "the key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    def _origin(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
+        origin = headers.get("origin")
+        if origin is None or scope["method"] in _READING:
+            return None
+        if urlsplit(origin).netloc == headers.get("host"):
+            return None
+        return ApiError(403, "requests from pages of another site are not accepted", code="foreign_origin")
+
+    def _length(self, headers: dict[str, str]) -> ApiError | None:
+        length = headers.get("content-length", "0")
+        return self._too_large() if length.isdigit() and int(length) > self.settings.max_body else None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is too large; accepted: at most {self.settings.max_body} bytes")

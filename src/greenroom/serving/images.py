@@ -1,0 +1,136 @@
+"""POST /v1/images/generations and /v1/images/edits."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from greenroom.engine import Job, OmniResult
+from greenroom.engine.media import as_picture, read_image, write_image
+from greenroom.serving.context import Context, changes, event, read_fields
+from greenroom.serving.errors import ApiError, as_api_error
+from greenroom.serving.schemas import ImageEdit, ImageGeneration, parse
+
+
+def router(context: Context) -> APIRouter:
+    """The routes for pictures."""
+    routes = APIRouter(prefix="/v1/images", tags=["images"])
+
+    @routes.post("/generations", summary="Draw pictures from a prompt.")
+    async def generations(words: ImageGeneration, http: HttpRequest) -> Response:
+        return await _answer(context, "image", words, {}, http)
+
+    @routes.post(
+        "/edits",
+        summary="Draw pictures from a prompt and a picture.",
+        openapi_extra=_form(ImageEdit, {"image": True, "mask": False}),
+    )
+    async def edits(http: HttpRequest) -> Response:
+        fields, files = await read_fields(http, ("image", "mask"))
+        words: ImageEdit = parse(ImageEdit, fields)
+        if not files.get("image"):
+            raise ApiError(400, "image is missing; accepted: a picture", param="image", code="invalid_value")
+        if len(files.get("mask", ())) > 1:
+            raise ApiError(400, "mask is given twice", param="mask")
+        inputs = await asyncio.to_thread(_read, context, files)
+        return await _answer(context, "edit", words, inputs, http)
+
+    return routes
+
+
+def _read(context: Context, files: dict[str, list[bytes]]) -> dict[str, Any]:
+    pictures = [read_image(_bytes_or_text(f), context.media_limits, "image") for f in files["image"]]
+    inputs: dict[str, Any] = {"image": pictures if len(pictures) > 1 else pictures[0]}
+    if files.get("mask"):
+        inputs["mask_image"] = read_image(_bytes_or_text(files["mask"][0]), context.media_limits, "mask")
+    return inputs
+
+
+def _bytes_or_text(data: bytes) -> bytes | str:
+    """The bytes of a file, or text that stands for one."""
+    if data[:5] in (b"data:", b"http:", b"https", b"file:"):
+        return data.decode("utf-8", "replace")
+    magic = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"BM", b"GIF8")
+    if data.startswith(magic) or not data.isascii():
+        return data
+    return data.decode("ascii")
+
+
+async def _answer(
+    context: Context, kind: str, words: ImageGeneration, inputs: dict[str, Any], http: HttpRequest
+) -> Response:
+    if inputs and not await asyncio.to_thread(_takes, context, inputs):
+        raise ApiError(400, "image: this model draws from text and takes no picture", param="image")
+    job = context.submit(kind, words, inputs, num_outputs_per_prompt=words.n)
+    if words.stream:
+        return StreamingResponse(_stream(context, kind, words, job), media_type="text/event-stream")
+    result = await context.result(kind, job, http)
+    body = await asyncio.to_thread(_body, context, kind, words, result)
+    return JSONResponse(body)
+
+
+def _takes(context: Context, inputs: dict[str, Any]) -> bool:
+    return all(context.omni.runner.siblings.can(name) for name in inputs)
+
+
+def _body(context: Context, kind: str, words: ImageGeneration, result: OmniResult) -> dict[str, Any]:
+    pictures = [as_picture(p) for p in (result.images if len(result.images) else [v[0] for v in result.videos])]
+    quality = 95 if words.output_compression is None else words.output_compression
+    files = [write_image(p, words.output_format, quality) for p in pictures]
+    context.metrics.finished(kind, result.metrics, sum(p.width * p.height * 3 for p in pictures))
+    return {
+        "created": int(time.time()),
+        "data": [{"b64_json": base64.b64encode(f).decode()} for f in files],
+        "output_format": words.output_format,
+        "size": f"{pictures[0].width}x{pictures[0].height}",
+        "request_id": result.request_id,
+        "seed": result.seed,
+        "metrics": vars(result.metrics),
+    }
+
+
+async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job) -> AsyncIterator[bytes]:
+    name = "image_edit" if kind == "edit" else "image_generation"
+    try:
+        async for changed in changes(job):
+            if not changed:
+                yield b": still here\n\n"
+                continue
+            yield event(
+                f"{name}.progress",
+                {
+                    "request_id": job.id,
+                    "phase": job.phase,
+                    "step": job.step,
+                    "steps": job.steps,
+                    "progress": job.progress,
+                },
+            )
+        try:
+            result = job.future.result()
+        except Exception as error:
+            context.metrics.requests.labels(kind, "failed").inc()
+            yield event("error", as_api_error(error).body)
+            return
+        body = await asyncio.to_thread(_body, context, kind, words, result)
+        for data in body.pop("data"):
+            yield event(f"{name}.completed", {**body, **data, "created_at": body["created"]})
+    finally:
+        # Also reached when the client goes away in the middle.
+        context.give_up(job)
+
+
+def _form(kind: Any, files: dict[str, bool]) -> dict[str, Any]:
+    """The OpenAPI words for a route that takes a form with files, or JSON with base64 text in their place."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    properties = {**schema["properties"], **{f: {"type": "string", "format": "binary"} for f in files}}
+    required = [*schema.get("required", []), *(f for f, needed in files.items() if needed)]
+    body = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": body}}}}

@@ -1,0 +1,71 @@
+"""Whether a request is within the server's limits and the pipeline's grain, before it waits for the worker."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from greenroom.engine.omni import Omni
+from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.serving.errors import ApiError
+from greenroom.serving.settings import ServerSettings
+
+
+def grain(pipeline: Any) -> int:
+    """Height and width must be multiples of this many pixels: a latent's pixels times a patch's latents."""
+    scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
+    transformer = getattr(pipeline, "transformer", None)
+    if transformer is None:
+        return int(scale)
+    patch = getattr(getattr(transformer, "config", None), "patch_size", 2)
+    side = patch[-1] if isinstance(patch, list | tuple) else patch
+    return int(scale) * max(2, int(side) if isinstance(side, int) else 2)
+
+
+def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusionSamplingParams) -> None:
+    """Refuses what is beyond the limits.
+
+    Raises:
+        ApiError: 400, naming the field, the value and what is accepted.
+    """
+    pipeline = omni.pipeline
+    if not prompt.strip():
+        raise _refused("prompt", "an empty text", "text that says what to draw")
+    for field, text in (("prompt", prompt), ("negative_prompt", params.negative_prompt or "")):
+        if len(text) > settings.max_prompt:
+            raise _refused(field, f"{len(text)} characters", f"at most {settings.max_prompt}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _refused(field, "half a character (a lone surrogate)", "text") from None
+    step = grain(pipeline)
+    for field, value in (("height", params.height), ("width", params.width)):
+        if value is not None and value % step:
+            below = value - value % step
+            near = f"{below} or {below + step}" if below else str(step)
+            raise _refused(field, str(value), f"multiples of {step} for this model, such as {near}")
+    height, width = _default(omni, params, "height"), _default(omni, params, "width")
+    if height and width and height * width > settings.max_pixels:
+        raise _refused("size", f"{width}x{height}", f"at most {settings.max_pixels} pixels")
+    frames = _default(omni, params, "num_frames")
+    if frames and frames > settings.max_frames:
+        raise _refused("num_frames", str(frames), f"at most {settings.max_frames}")
+    steps = _default(omni, params, "num_inference_steps")
+    if steps and steps > settings.max_steps:
+        raise _refused("num_inference_steps", str(steps), f"at most {settings.max_steps}")
+    if params.num_outputs_per_prompt > settings.max_outputs:
+        raise _refused("n", str(params.num_outputs_per_prompt), f"at most {settings.max_outputs}")
+
+
+def _default(omni: Omni, params: OmniDiffusionSamplingParams, name: str) -> int | None:
+    value = getattr(params, name)
+    if value is None:
+        value = omni.recommended.get(name)
+    if value is None:
+        parameter = inspect.signature(type(omni.pipeline).__call__).parameters.get(name)
+        value = parameter.default if parameter is not None and isinstance(parameter.default, int) else None
+    return value
+
+
+def _refused(field: str, given: str, accepted: str) -> ApiError:
+    return ApiError(400, f"{field} = {given} is not accepted; accepted: {accepted}", param=field, code="invalid_value")

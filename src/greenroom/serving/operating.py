@@ -1,0 +1,99 @@
+"""What operators ask: health, metrics, the report, the budget, sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from greenroom.errors import GreenroomError
+from greenroom.serving.context import Context
+from greenroom.serving.errors import ApiError
+from greenroom.serving.schemas import MemoryChange
+
+
+def router(context: Context) -> APIRouter:
+    """The routes for operators."""
+    routes = APIRouter()
+    omni = context.omni
+    started = int(time.time())
+
+    @routes.get("/health", tags=["operating"], summary="200 while requests are served; 503 when the worker is dead.")
+    async def health() -> Response:
+        status = omni.status
+        word = "dead" if not status.alive else "asleep" if status.asleep else "ok"
+        body = {"status": word, "waiting": status.waiting, "running": status.running, "cause": status.cause}
+        return JSONResponse(body, 200 if status.alive else 503)
+
+    @routes.get("/metrics", tags=["operating"], summary="Prometheus.")
+    async def metrics() -> Response:
+        return Response(context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/v1/models", tags=["models"])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model()]}
+
+    @routes.get("/v1/models/{model:path}", tags=["models"])
+    async def model(model: str) -> dict[str, Any]:
+        if model not in (context.model_name, omni.model):
+            raise ApiError(404, f"model {model[:200]!r} is not served here", param="model", code="model_not_found")
+        return _model()
+
+    def _model() -> dict[str, Any]:
+        return {"id": context.model_name, "object": "model", "created": started, "owned_by": "greenroom"}
+
+    @routes.get("/v1/offload", tags=["operating"], summary="What lies where.")
+    async def offload() -> dict[str, Any]:
+        report = omni.report()
+        return {
+            "model": context.model_name,
+            "pipeline": type(omni.pipeline).__name__,
+            "device": str(omni.device),
+            "offloaded": omni.config is not None,
+            "asleep": omni.status.asleep,
+            "report": report.to_dict() if report is not None else None,
+            "text": str(report) if report is not None else None,
+            "loading": omni.load_report.to_dict() if omni.load_report is not None else None,
+        }
+
+    @routes.get("/v1/offload/live", tags=["operating"], summary="What lies on the device at this moment.")
+    async def live(since: int = Query(0, ge=0)) -> dict[str, Any]:
+        config = omni.config
+        budget = config.memory_budget if config is not None else None
+        snapshot = omni.live(since)
+        total = snapshot.get("total")
+        status = omni.status
+        snapshot["budget"] = budget.resolve(total) if budget is not None and total else None
+        snapshot["waiting"], snapshot["running"] = status.waiting, status.running
+        return snapshot
+
+    @routes.post("/v1/offload/memory", tags=["operating"], summary="Change the memory budget between two requests.")
+    async def memory(change: MemoryChange) -> dict[str, Any]:
+        try:
+            report = await asyncio.to_thread(omni.set_memory, change.memory_budget)
+        except GreenroomError:
+            raise
+        except ValueError as error:  # a budget that is too small says what would do
+            raise ApiError(400, str(error), param="memory_budget", code="does_not_fit") from None
+        return {"report": report.to_dict() if report is not None else None}
+
+    @routes.post("/v1/sleep", tags=["operating"], summary="Free the device after the running request.")
+    async def sleep() -> dict[str, Any]:
+        await asyncio.to_thread(omni.sleep)
+        return {"status": "asleep"}
+
+    @routes.post("/v1/wake", tags=["operating"], summary="Take the device again.")
+    async def wake() -> dict[str, Any]:
+        await asyncio.to_thread(omni.wake)
+        return {"status": "ok"}
+
+    @routes.post("/v1/restart", tags=["operating"], summary="Start a new worker in place of a dead one.")
+    async def restart() -> dict[str, Any]:
+        await asyncio.to_thread(omni.restart)
+        return {"status": "ok" if omni.status.alive else "dead"}
+
+    return routes
