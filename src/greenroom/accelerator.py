@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,15 @@ from greenroom.errors import OffloadError
 class _NoEvent:
     """An event on a device that has no streams: always reached."""
 
-    def record(self, stream: Any = None) -> None: ...
+    def __init__(self) -> None:
+        self.recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded = time.perf_counter()
+
+    def elapsed_time(self, end: _NoEvent) -> float:
+        """Milliseconds, as other events give them."""
+        return (end.recorded - self.recorded) * 1e3
 
     def query(self) -> bool:
         return True
@@ -99,8 +108,8 @@ class Accelerator:
     def new_stream(self) -> Any:
         return self._no_stream if self.is_cpu else torch.Stream(device=self.device)
 
-    def new_event(self) -> Any:
-        return _NoEvent() if self.is_cpu else torch.Event(device=self.device)
+    def new_event(self, *, timing: bool = False) -> Any:
+        return _NoEvent() if self.is_cpu else torch.Event(device=self.device, enable_timing=timing)
 
     def synchronize(self) -> None:
         if not self.is_cpu:

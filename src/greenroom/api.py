@@ -12,9 +12,9 @@ from torch import nn
 
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig, Strategy, parse_config
-from greenroom.errors import NotSupportedError, OffloadError
+from greenroom.errors import OffloadError
 from greenroom.handle import Handle, release
-from greenroom.strategies import layerwise, model_level
+from greenroom.strategies import auto, layerwise, model_level
 from greenroom.strategies.runtime import Runtime
 from greenroom.topology import ResolvedPlan, require_single_process, resolve
 
@@ -79,9 +79,7 @@ def offload(
 
 def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) -> Runtime:
     if config.memory_budget is not None or config.strategy is Strategy.AUTO:
-        raise NotSupportedError(
-            'memory_budget and mode "auto" are not built yet; accepted: mode "module" or "layer" without a budget'
-        )
+        return auto.enable(accelerator, config, plan)
     if config.strategy is Strategy.MODEL_LEVEL:
         return model_level.enable(accelerator, config, plan)
     # In a group of one rank the distributed strategy has nothing to gather and is the layerwise one.

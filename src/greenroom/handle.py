@@ -12,7 +12,8 @@ from torch import nn
 
 from greenroom.config import OffloadConfig
 from greenroom.errors import OffloadError
-from greenroom.memory import format_bytes
+from greenroom.memory import Memory, format_bytes
+from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.runtime import Runtime
 
 
@@ -112,6 +113,28 @@ class Handle:
             OffloadError: the offload is no longer enabled.
         """
         return report_of(self._enabled_runtime())
+
+    def set_memory(self, memory: int | float | str | None) -> None:
+        """Changes the memory budget between two calls: blocks move out or in, nothing is loaded anew.
+
+        Args:
+            memory: "12GiB", bytes, "80%", or None for what is free now, less a reserve.
+
+        Raises:
+            ConfigError: not an amount, or nothing fits into it; the old budget stays.
+            OffloadError: the offload has no budget, or a call is running.
+        """
+        runtime = self._enabled_runtime()
+        budget = None if memory is None else Memory.parse(memory, "memory")
+        keeper = runtime.keeper
+        if not isinstance(keeper, MemoryKeeper):
+            raise OffloadError(
+                "set_memory: this offload was enabled without a budget; call greenroom.offload(pipe, memory=...)"
+            )
+        with runtime.occupancy.lock:
+            if runtime.occupancy.busy():
+                raise OffloadError("set_memory() was called from inside a component; call it between two calls")
+            keeper.set_budget(runtime, budget)
 
     def disable(self) -> None:
         """Undoes the offload: hooks, placement and memory are as they were before. Harmless when done already.

@@ -19,7 +19,7 @@ import itertools
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,12 @@ class DeviceCopy:
         self.addresses = [v.data_ptr() for v in self.views]
 
 
+class CopyProbe(Protocol):
+    """Who times copies: told before one is enqueued, it gives the event to record after it."""
+
+    def copying(self, name: str, nbytes: int, stream: Any) -> Any: ...
+
+
 class Copier:
     """The copy stream, and copies of whole units into buffers of their own."""
 
@@ -51,13 +57,17 @@ class Copier:
         self.stream = accelerator.new_stream()
         self.copied_bytes = 0
         self.copies = 0
+        self.probe: CopyProbe | None = None
 
     def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> None:
         """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it."""
         assert unit.master is not None
+        timed = self.probe.copying(unit.name, unit.nbytes, self.stream) if self.probe is not None else None
         with self.stream:
             buffer.copy_(unit.master, non_blocking=True)
         ready.record(self.stream)
+        if timed is not None:
+            timed.record(self.stream)
         self.copied_bytes += unit.nbytes
         self.copies += 1
 

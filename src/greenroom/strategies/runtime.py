@@ -23,7 +23,7 @@ from greenroom.host import HostUnit, module_tensors
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part, cut
-from greenroom.streaming import BlockStream, Copier, StreamedBlock
+from greenroom.streaming import BlockStream, Copier, StreamedBlock, Track
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
@@ -313,7 +313,7 @@ class Runtime:
                 part.stream.begin_forward(part.track)
                 self._prime(part.stream)
             elif self._holds(part, door):
-                self.copier.hold(part.track)
+                self._hold(part.track)
         self._prime(self.stream)
 
     def _leave(self, part: Part, door: str, failed: bool) -> None:
@@ -334,6 +334,14 @@ class Runtime:
         if part.stream is not None:
             part.stream.heal()
         self.keeper.shrink(self, part, error)
+
+    def _hold(self, track: Track) -> None:
+        try:
+            self.copier.hold(track)
+        except torch.OutOfMemoryError:
+            # Slow is better than not at all: each block then comes by once for each token.
+            if self.keeper is None:
+                raise
 
     def _holds(self, part: Part, door: str) -> bool:
         return door in _RUNS_BLOCKS_MANY_TIMES or door in part.hold
@@ -360,6 +368,10 @@ class Runtime:
                 unit.write_back()
             for stream in self.streams:
                 stream.forget()
+
+    def block_modules(self, part: Part) -> list[nn.Module | None]:
+        """The modules of a part's blocks, None for one that is gone."""
+        return [reference() for reference in self._block_modules[part.name]]
 
     @property
     def streams(self) -> list[BlockStream]:

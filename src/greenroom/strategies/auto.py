@@ -1,0 +1,26 @@
+"""Auto: the coarsest strategy that meets a memory budget, and the blocks that stay within it."""
+
+from __future__ import annotations
+
+from greenroom.accelerator import Accelerator
+from greenroom.config import OffloadConfig
+from greenroom.errors import ConfigError
+from greenroom.strategies.budget import MemoryKeeper
+from greenroom.strategies.runtime import Runtime
+from greenroom.topology import ResolvedPlan
+
+
+def enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) -> Runtime:
+    """Installs the strategy; nothing is changed when it raises.
+
+    Raises:
+        ConfigError: nothing fits into the budget, or the residents were chosen by hand as well.
+    """
+    for role, options in config.layer_options.items():
+        if options.resident_layers:
+            raise ConfigError(
+                f"layer_options.{role}.resident_layers",
+                options.resident_layers,
+                "0 beside a memory budget, which chooses the residents",
+            )
+    return Runtime(accelerator, config, plan, keeper=MemoryKeeper(accelerator, config))

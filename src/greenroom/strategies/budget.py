@@ -1,0 +1,457 @@
+"""Keeping a memory budget: the coarsest layout that fits, chosen from what the calls were seen to need.
+
+The first call runs with little on the device, is measured, and from then on every byte of the budget is used. Times
+come from the first real forwards and activations from the peaks beside the weights, so nothing has to be guessed
+for long, and no call is spent on warming up.
+
+Note [What a budget covers]
+    All that this process holds on the device: weights, rings, activations, and tensors that belong to somebody else.
+    What is measured as a part's activations is everything beside Greenroom's own bytes at the part's peak.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from greenroom import discovery
+from greenroom.accelerator import Accelerator
+from greenroom.config import OffloadConfig
+from greenroom.errors import ConfigError
+from greenroom.memory import Memory, format_bytes
+from greenroom.residency import Block, BudgetTooSmall, PipelineModel, Plan, TransferCurve, choose, plan_call
+from greenroom.residency import Component as Numbers
+from greenroom.strategies.layout import Layout, Share
+from greenroom.strategies.parts import Part
+from greenroom.strategies.probe import Probe, Timing
+from greenroom.strategies.runtime import Runtime
+
+# Left alone where the budget is whatever is free: contexts, workspaces, fragmentation.
+FREE_RESERVE = 0.05
+# Of an explicit budget, for what a pipeline holds between its components.
+_MARGIN = 0.0025
+# Below this share of the budget, weights may all come in before anything was measured.
+_SURELY_FITS = 0.5
+# Before a copy has been timed: any bandwidth will do, since only shares of it are compared.
+_UNMEASURED = TransferCurve(0.0, 10e9)
+_GUESSED_FORWARDS = 30
+# Each time that a part runs out of memory it is given this much more room.
+_STEP_DOWN = 1.2
+# Forwards of one shape that are measured: the second still holds what the first gave.
+_MEASURED_FORWARDS = 2
+
+Signature = tuple[str, int, tuple[Any, ...]]
+
+
+@dataclass
+class Observed:
+    """What was seen of one part.
+
+    Attributes:
+        activations: bytes beside the weights at the peak, for each door and shape of inputs.
+        forwards: how many of each were measured.
+        assumed: bytes to allow for, since it ran out of memory; 0 when it has been measured since.
+        timing: of its latest timed forward.
+        calls, loads: forwards, and entries after a part that excludes it, in the latest call.
+    """
+
+    activations: dict[Signature, int] = field(default_factory=dict)
+    forwards: dict[Signature, int] = field(default_factory=dict)
+    assumed: int = 0
+    timing: Timing | None = None
+    calls: int = 0
+    loads: int = 1
+
+    @property
+    def need(self) -> int:
+        return max([self.assumed, *self.activations.values()])
+
+
+class MemoryKeeper:
+    """Keeps a pipeline within a budget of device memory.
+
+    Args:
+        accelerator: the device.
+        config: which components may leave the device, and how.
+
+    Raises:
+        ConfigError: the budget is more than the device has.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
+        self.accelerator = accelerator
+        self.config = config
+        self.budget = _resolve(config.memory_budget, accelerator)
+        self.curve: TransferCurve | None = None
+        self.plan: Plan | None = None
+        self.peak = 0
+        self.observed: dict[str, Observed] = {}
+        self._sequence: list[Part] = []
+        self._measured: Signature | None = None
+        self._probe: Probe | None = None
+        self._careful = True
+        self._learned = False
+
+    # ------------------------------------------------------------------ choosing
+
+    def first_layout(self, runtime: Runtime) -> Layout:
+        """Before anything was measured: everything if it surely fits, else as little as possible.
+
+        Raises:
+            ConfigError: not even that fits; it says what would.
+        """
+        self.observed = {part.name: Observed() for part in runtime.parts}
+        self._careful = False
+        plan = self._plan(runtime, self.budget)
+        weights = sum(u.nbytes for part in runtime.parts for u in part.units)
+        if weights <= _SURELY_FITS * self.budget:
+            self.plan = plan
+            return self._layout(runtime, plan)
+        self._careful = True
+        return self._least(runtime)
+
+    def _plan(self, runtime: Runtime, budget: int) -> Plan:
+        try:
+            return plan_call(self._model(runtime), budget, self.curve or _UNMEASURED)
+        except BudgetTooSmall as error:
+            raise too_small(budget, error) from error
+
+    def _model(self, runtime: Runtime) -> PipelineModel:
+        components = []
+        reserved = int(self.budget * _MARGIN) + sum(c.unit.nbytes for c in runtime.shared_copies)
+        for part in runtime.parts:
+            seen = self.observed[part.name]
+            times = seen.timing.block_s if seen.timing is not None else ()
+            blocks = tuple(
+                Block(b.unit.nbytes, times[b.index] if times else 0.0) for b in part.blocks if b.unit.tensors
+            )
+            reserved += part.pinned_down.nbytes
+            components.append(
+                Numbers(
+                    name=part.name,
+                    role=_ROLES.get(part.role, "other"),
+                    other_bytes=part.rest.nbytes,
+                    blocks=blocks,
+                    calls=seen.calls or (_GUESSED_FORWARDS if part.role == discovery.DIT else 1),
+                    loads=seen.loads,
+                    other_s=seen.timing.other_s if seen.timing is not None else 0.0,
+                    activation_bytes=seen.need,
+                    group=part.group if part.role in _ENCODERS else None,
+                    strategies=self._allowed(part),
+                )
+            )
+        return PipelineModel(tuple(components), reserved)
+
+    def _allowed(self, part: Part) -> tuple[str, ...]:
+        config = self.config
+        named = discovery.TEXT_ENCODER if part.role == discovery.IMAGE_ENCODER else part.role
+        whole = part.role in (discovery.IMAGE_ENCODER, discovery.VAE)
+        chosen = named in config.components or (
+            config.mode == "auto" and part.role == discovery.VAE and not config.components_explicit
+        )
+        if not chosen:
+            return ("resident",)
+        if config.mode == "module":
+            return ("resident", "swap")
+        if config.mode == "layer":
+            return ("resident",) if whole else ("resident", "stream")
+        return ("resident", "swap") if whole else ("resident", "swap", "stream")
+
+    def _layout(self, runtime: Runtime, plan: Plan) -> Layout:
+        shares = {}
+        for part in runtime.parts:
+            chosen = plan.component(part.name)
+            real = [b.index for b in part.blocks if b.unit.tensors]
+            resident = frozenset(real[i] for i in chosen.resident)
+            streams = len(resident) < len(real)
+            own = chosen.arena_bytes if streams and chosen.hold == "phase" else 0
+            shares[part.name] = Share("always" if chosen.hold == "always" else "phase", resident, own)
+        return Layout(shares, plan.shared_arena_bytes)
+
+    def _least(self, runtime: Runtime, slots: int = 2) -> Layout:
+        """As little on the device as the configuration allows at any time."""
+        shares = {}
+        for part in runtime.parts:
+            allowed = self._allowed(part)
+            every = frozenset(b.index for b in part.blocks)
+            widest = max((b.unit.nbytes for b in part.blocks), default=0)
+            if "stream" in allowed and widest:
+                shares[part.name] = Share("phase", frozenset(), slots * widest)
+            else:
+                shares[part.name] = Share("phase" if "swap" in allowed else "always", every)
+        layout = Layout(shares)
+        if slots > 1 and self._weights(runtime, layout) > self.budget:
+            return self._least(runtime, 1)
+        return layout
+
+    def _weights(self, runtime: Runtime, layout: Layout) -> int:
+        """The most bytes of weights and rings that `layout` has on the device at any one time."""
+        always = layout.arena_bytes + sum(c.unit.nbytes for c in runtime.shared_copies)
+        phases: dict[str, int] = {}
+        for part in runtime.parts:
+            share = layout.shares[part.name]
+            held = part.rest.nbytes + share.arena_bytes
+            held += sum(b.unit.nbytes for b in part.blocks if b.index in share.resident)
+            always += part.pinned_down.nbytes
+            if share.hold == "always":
+                always += held
+            else:
+                phases[part.group] = phases.get(part.group, 0) + held
+        return always + max(phases.values(), default=0)
+
+    def _replan(self, runtime: Runtime) -> None:
+        """The best layout for all that is known by now; a budget that turned out too small keeps the least."""
+        try:
+            plan = self._plan(runtime, self.budget)
+        except ConfigError as error:
+            self.plan = None
+            warnings.warn(f"the budget is too small for what was measured: {error}", stacklevel=2)
+            layout = self._least(runtime, 1)
+        else:
+            self.plan = plan
+            layout = self._layout(runtime, plan)
+        if layout != runtime.layout:
+            runtime.apply(layout)
+
+    def set_budget(self, runtime: Runtime, memory: Memory | None) -> None:
+        """Another budget from now on; blocks move out or in, nothing is loaded anew.
+
+        Raises:
+            ConfigError: nothing fits into it; the old one stays.
+        """
+        old = self.budget
+        self.budget = _resolve(memory, self.accelerator, runtime.device_bytes())
+        try:
+            plan = self._plan(runtime, self.budget)
+        except ConfigError:
+            self.budget = old
+            raise
+        measured = any(seen.activations for seen in self.observed.values())
+        self.plan = plan if measured else None
+        if self.curve is None:  # everything was resident so far: the first copies are to be timed
+            for seen in self.observed.values():
+                seen.forwards.clear()
+        runtime.apply(self._layout(runtime, plan) if measured else self.first_layout(runtime))
+
+    # ------------------------------------------------------------------ watching
+
+    def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
+        if door == "child" or len(runtime.occupancy.inside) > 1:
+            return
+        self._sequence.append(part)
+        signature = _signature(door, inputs)
+        seen = self.observed[part.name]
+        fresh = seen.forwards.get(signature, 0) < _MEASURED_FORWARDS
+        self._measured = signature if fresh else None
+        if signature not in seen.activations and seen.activations:
+            likely = _scaled(seen.activations, signature)
+            if likely > seen.need:
+                # More than ever before: room is made before it fails.
+                seen.assumed = likely
+                self._replan(runtime)
+
+    def entered(self, runtime: Runtime, part: Part, door: str) -> None:
+        if self._measured is None:
+            return
+        self._note_peak()
+        self.accelerator.reset_peak()
+        if door == "forward" and self._probe is None:
+            self._probe = Probe(
+                self.accelerator, runtime.copier, runtime.block_modules(part), [b.unit.name for b in part.blocks]
+            )
+
+    def left(self, runtime: Runtime, part: Part, door: str, failed: bool) -> None:
+        if len(runtime.occupancy.inside) > 0 or self._measured is None:
+            return
+        signature, self._measured = self._measured, None
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.stop()
+        if failed:
+            return
+        seen = self.observed[part.name]
+        self._note_peak()
+        beside = max(0, self.accelerator.peak() - runtime.device_bytes())
+        seen.activations[signature] = max(beside, seen.activations.get(signature, 0))
+        count = seen.forwards[signature] = seen.forwards.get(signature, 0) + 1
+        seen.assumed = 0
+        self._learned = True
+        if probe is not None:
+            seen.timing = probe.timing()
+            copies = [c for s in self.observed.values() if s.timing is not None for c in s.timing.copies]
+            if copies:
+                self.curve = _fit(copies) or self.curve
+        if self._careful and part.role == discovery.DIT and count == _MEASURED_FORWARDS:
+            self._fill(runtime, part)
+
+    def _fill(self, runtime: Runtime, part: Part) -> None:
+        """In the middle of the first call: the room beside a DiT that has been measured is its blocks' to fill."""
+        share = runtime.layout.shares[part.name]
+        seen = self.observed[part.name]
+        blocks = [b for b in part.blocks if b.unit.tensors]
+        if share.hold != "phase" or len(share.resident) == len(blocks):
+            return
+        fixed = self._weights(runtime, runtime.layout.with_share(part.name, Share("phase", frozenset())))
+        room = self.budget - int(self.budget * _MARGIN) - fixed - seen.need
+        if room <= share.arena_bytes:
+            return
+        times = seen.timing.block_s if seen.timing is not None else (0.0,) * len(part.blocks)
+        numbers = [Block(b.unit.nbytes, times[b.index]) for b in blocks]
+        gap = seen.timing.other_s if seen.timing is not None else 0.0
+        best = choose(numbers, room, self.curve or _UNMEASURED, gap_s=gap)
+        resident = frozenset(blocks[i].index for i in best.resident)
+        arena = best.arena_bytes if len(resident) < len(blocks) else 0
+        runtime.apply(runtime.layout.with_share(part.name, Share("phase", resident, arena)))
+
+    def call_ended(self, runtime: Runtime) -> None:
+        self._note_peak()
+        sequence, self._sequence = self._sequence, []
+        for part in {id(p): p for p in sequence}.values():
+            seen = self.observed[part.name]
+            loads = 0
+            there = False
+            for other in sequence:
+                if other is part:
+                    loads += not there
+                    there = True
+                elif part.excludes(other):
+                    there = False
+            calls = sum(p is part for p in sequence)
+            if (calls, loads) != (seen.calls, seen.loads):
+                seen.calls, seen.loads = calls, loads
+                self._learned = True
+        if self._learned:
+            self._learned = self._careful = False
+            self._replan(runtime)
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self.accelerator.peak())
+
+    # ------------------------------------------------------------------ running out
+
+    def shrink(self, runtime: Runtime, part: Part, error: torch.OutOfMemoryError) -> None:
+        """Gives `part` more room than it had; the caller runs it again.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left to give; the message has the plan.
+        """
+        seen = self.observed[part.name]
+        if self._probe is not None:
+            self._probe.stop()
+            self._probe = None
+        least = self._least(runtime, 1)
+        while True:
+            self.accelerator.empty_cache()
+            free, _ = self.accelerator.free_and_total()
+            limit = min(self.budget, self.accelerator.allocated() + free)
+            room = limit - self._weights(runtime, runtime.layout)
+            seen.assumed = int(max(room, seen.need) * _STEP_DOWN) + 1
+            exhausted = runtime.layout == least
+            try:
+                layout = self._layout(runtime, plan_call(self._model(runtime), limit, self.curve or _UNMEASURED))
+            except BudgetTooSmall:
+                layout = least
+            if exhausted:
+                raise torch.OutOfMemoryError(self._exhausted(runtime, part, room)) from error
+            try:
+                runtime.apply(layout)
+                break
+            except torch.OutOfMemoryError as again:
+                error = again.with_traceback(None)
+        # The attempt that follows is the one to measure.
+        if self._measured is None:
+            self._measured = next(iter(reversed(seen.activations)), None)
+        self.accelerator.reset_peak()
+
+    def _exhausted(self, runtime: Runtime, part: Part, room: int) -> str:
+        weights = self._weights(runtime, runtime.layout)
+        return (
+            f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes): "
+            f"with nothing left to give, {format_bytes(weights)} of weights are on the device and its activations "
+            f"need more than the {format_bytes(max(room, 0))} beside them.\n{describe(runtime)}"
+        )
+
+
+_ENCODERS = (discovery.TEXT_ENCODER, discovery.IMAGE_ENCODER)
+_ROLES = {
+    discovery.DIT: "dit",
+    discovery.TEXT_ENCODER: "text_encoder",
+    discovery.IMAGE_ENCODER: "text_encoder",
+    discovery.VAE: "vae",
+}
+
+
+def describe(runtime: Runtime) -> str:
+    """A line for each part: what its share of the device is."""
+    lines = []
+    for part in runtime.parts:
+        stays = part.rest.nbytes + sum(b.unit.nbytes for b in part.blocks if b.index in part.share.resident)
+        text = f"  {part.name}: {part.placement}, {format_bytes(stays)} {part.share.hold}"
+        if part.streamed:
+            text += f", {len(part.streamed)} of {len(part.blocks)} blocks streamed"
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def too_small(budget: int, error: BudgetTooSmall) -> ConfigError:
+    where = ", ".join(f"{what} {format_bytes(n)}" for what, n in error.items if n)
+    return ConfigError(
+        "memory_budget",
+        budget,
+        f"at least {error.minimum_bytes} bytes ({format_bytes(error.minimum_bytes)}) for this pipeline",
+        f"in its largest phase, {error.phase}: {where}",
+    )
+
+
+def _resolve(memory: Memory | None, accelerator: Accelerator, ours: int = 0) -> int:
+    """The budget in bytes; None is what is free now, less a reserve of 5 % of the device."""
+    free, total = accelerator.free_and_total()
+    if memory is None:
+        return max(1, min(free + ours, total) - int(FREE_RESERVE * total))
+    budget = memory.resolve(total)
+    if budget > total:
+        raise ConfigError("memory_budget", str(memory), f"at most the {format_bytes(total)} of {accelerator.device}")
+    return budget
+
+
+def _signature(door: str, inputs: Any) -> Signature:
+    """The door and the shapes of all tensors, with their number of elements."""
+    shapes: list[tuple[int, ...]] = []
+    _shapes(inputs, shapes)
+    return door, sum(_numel(s) for s in shapes), tuple(shapes)
+
+
+def _numel(shape: Iterable[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def _shapes(value: Any, found: list[tuple[int, ...]]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(tuple(value.shape))
+    elif isinstance(value, dict):
+        for item in value.values():
+            _shapes(item, found)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _shapes(item, found)
+
+
+def _scaled(known: dict[Signature, int], signature: Signature) -> int:
+    """What inputs of a new shape may need, from those of known ones: as much more as there are more elements."""
+    door, elements, _ = signature
+    alike = {s: n for s, n in known.items() if s[0] == door} or known
+    return max(int(n * max(1.0, elements / max(1, s[1]))) for s, n in alike.items())
+
+
+def _fit(copies: list[tuple[int, float]]) -> TransferCurve | None:
+    try:
+        return TransferCurve.fit(copies)
+    except ValueError:
+        return None

@@ -1,0 +1,119 @@
+"""Timing one forward of a part on the device's own clock: each block, each copy, and what lies around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from greenroom.accelerator import Accelerator
+from greenroom.streaming import Copier
+
+# A span on a lane: name, start event, end event, bytes.
+_Span = tuple[str, Any, Any, int]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one forward took, in seconds.
+
+    Attributes:
+        forward_s: from its first kernel to its last.
+        block_s: compute time of each block; waiting for its copy is not in it.
+        other_s: compute time outside the blocks.
+        copies: (bytes, seconds) of each copy that was made meanwhile.
+        lanes: (lane, name, start, end, bytes), start and end from the beginning of the forward.
+    """
+
+    forward_s: float
+    block_s: tuple[float, ...]
+    other_s: float
+    copies: tuple[tuple[int, float], ...]
+    lanes: tuple[tuple[str, str, float, float, int], ...] = field(default=(), repr=False)
+
+
+class Probe:
+    """Hangs on one part from `__init__` to `stop`; `timing` waits for the device and adds up.
+
+    Args:
+        accelerator: whose events to use.
+        copier: whose copies to time.
+        blocks: the part's blocks in execution order, None for one that is gone.
+        names: their names.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, copier: Copier, blocks: list[nn.Module | None], names: list[str]
+    ) -> None:
+        self.accelerator = accelerator
+        self.copier = copier
+        self._blocks: dict[int, tuple[str, Any, Any]] = {}
+        self._copies: list[_Span] = []
+        self._names = names
+        self._hooks: list[Any] = []
+        self._begin, self._end = self._event(), self._event()
+        for i, block in enumerate(blocks):
+            if block is not None:
+                self._watch(i, block)
+        copier.probe = self
+        self._begin.record(accelerator.current_stream())
+
+    def _event(self) -> Any:
+        return self.accelerator.new_event(timing=True)
+
+    def _watch(self, index: int, block: nn.Module) -> None:
+        # Inside of the ring's own hooks: after the wait for the block's copy, before the block is released.
+        start, end = self._event(), self._event()
+
+        def before(module: nn.Module, args: Any) -> None:
+            start.record(self.accelerator.current_stream())
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            end.record(self.accelerator.current_stream())
+            self._blocks[index] = (self._names[index], start, end)
+
+        self._hooks.append(block.register_forward_pre_hook(before))
+        self._hooks.append(block.register_forward_hook(after, prepend=True))
+
+    def copying(self, name: str, nbytes: int, stream: Any) -> Any:
+        """Called before a copy is enqueued; the event that it returns is to be recorded after it."""
+        start, end = self._event(), self._event()
+        start.record(stream)
+        self._copies.append((name, start, end, nbytes))
+        return end
+
+    def stop(self) -> None:
+        """The forward is over."""
+        if self._hooks is None:
+            return
+        self._end.record(self.accelerator.current_stream())
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.copier.probe is self:
+            self.copier.probe = None
+
+    def timing(self) -> Timing:
+        """The figures; waits until the device is past the end of the forward."""
+        self._end.synchronize()
+        for _, _, end, _ in self._copies:
+            end.synchronize()
+        blocks = [self._blocks.get(i) for i in range(len(self._names))]
+        block_s = tuple(_seconds(b[1], b[2]) if b is not None else 0.0 for b in blocks)
+        forward_s = _seconds(self._begin, self._end)
+        ran = sorted((_seconds(self._begin, b[1]), _seconds(self._begin, b[2])) for b in blocks if b is not None)
+        # Before the first block and after the last: between two blocks there is mostly the wait for a copy.
+        other_s = max(0.0, ran[0][0]) + max(0.0, forward_s - ran[-1][1]) if ran else forward_s
+        copies = tuple((n, max(_seconds(s, e), 1e-12)) for _, s, e, n in self._copies)
+        lanes = [
+            ("compute", b[0], _seconds(self._begin, b[1]), _seconds(self._begin, b[2]), 0)
+            for b in blocks
+            if b is not None
+        ]
+        lanes += [("copy", c, _seconds(self._begin, s), _seconds(self._begin, e), n) for c, s, e, n in self._copies]
+        return Timing(forward_s, block_s, other_s, copies, tuple(lanes))
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return float(start.elapsed_time(end)) / 1e3
