@@ -54,6 +54,7 @@ def router(context: Context) -> APIRouter:
             "pipeline": type(omni.pipeline).__name__,
             "device": str(omni.device),
             "offloaded": omni.config is not None,
+            "makes_videos": omni.makes_videos,
             "asleep": omni.status.asleep,
             "report": report.to_dict() if report is not None else None,
             "text": str(report) if report is not None else None,
