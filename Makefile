@@ -9,7 +9,7 @@ export MAX_JOBS ?= 2
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[emulator,demo,test,lint]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[emulator,demo,serve,test,lint]'
 	touch $@
 
 demo: $(STAMP)
