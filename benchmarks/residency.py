@@ -263,7 +263,7 @@ def _draw(figure: Any, swept: dict[str, list[Point]], others: dict[str, dict[str
             axes.plot(shares, [p.head.seconds / unit for p in here], "s-", color=INK["head first"], label="head first")
             axes.plot(shares, [p.ours.seconds / unit for p in here], "o-", color=INK["Greenroom"], label="Greenroom")
             axes.axhline(1, color="black", linewidth=0.7)
-            axes.set_ylim(bottom=0.9)
+            axes.set_ylim(bottom=1 - 0.07 * (axes.get_ylim()[1] - 1))
             axes.set_title(f"{name}, copy/compute {ratio:g}", loc="left", fontsize=9)
             if column == 0:
                 axes.set_ylabel("time over resident")

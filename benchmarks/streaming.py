@@ -124,32 +124,33 @@ def run(quick: bool = False) -> Result:
     ]
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
+        times, peaks = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
         names = list(over)
         height = 0.8 / len(RATIOS)
         for i, ratio in enumerate(RATIOS):
             for j, name in enumerate(names):
-                value = over[name][i]
                 colour = INK["Greenroom"] if name == GREENROOM else INK["others"]
                 at = j + (i - 1) * height
-                axes.barh(at, value, height * 0.9, color=colour, alpha=0.5 + 0.25 * i)
-                axes.annotate(
-                    f"{value:.2f}  (copy/compute {ratio:g})",
-                    (value, at),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontsize=7,
-                )
-        axes.axvline(1, color="black", linewidth=1)
-        axes.set_yticks(
-            range(len(names)), [name.replace(", stream", ",\nstream", 1).replace(" (", "\n(") for name in names]
-        )
-        axes.invert_yaxis()
-        axes.set_xlim(0, max(max(v) for v in over.values()) * 1.15)
-        axes.set_xlabel("time of a forward over max(compute, copies): 1 is the best possible (virtual clock)")
-        axes.set_title(f"Everything streamed: {subject.name}", loc="left")
-        tidy(axes)
+                peak = samples[name][i].peak / 1e6
+                for axes, value, text in (
+                    (times, over[name][i], f"{over[name][i]:.2f} at copy/compute {ratio:g}"),
+                    (peaks, peak, f"{peak:.0f}"),
+                ):
+                    axes.barh(at, value, height * 0.9, color=colour, alpha=0.5 + 0.25 * i)
+                    axes.annotate(text, (value, at), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
+        times.axvline(1, color="black", linewidth=1)
+        times.set_yticks(range(len(names)), [n.replace(", stream", ",\nstream", 1).replace(" (", "\n(") for n in names])
+        times.invert_yaxis()
+        times.set_xlim(0, max(max(v) for v in over.values()) * 1.35)
+        times.set_xlabel("time of a forward over max(compute, copies);\n1 is the best possible (virtual clock)")
+        whole = base.peak / 1e6
+        peaks.axvline(whole, color="black", linewidth=1, linestyle="--")
+        peaks.annotate(" resident", (whole, -0.55), fontsize=7, va="center")
+        peaks.set_xlim(0, max(s.peak for several in samples.values() for s in several) / 1e6 * 1.15)
+        peaks.set_xlabel("peak device memory, MB")
+        figure.suptitle(f"Everything streamed: {subject.name}", x=0.01, ha="left")
+        tidy(times)
+        tidy(peaks)
 
     return Result(
         "streaming",
@@ -160,7 +161,7 @@ def run(quick: bool = False) -> Result:
         tables,
         gates,
         draw,
-        size=(9, 7.5),
+        size=(11, 7.5),
         figures={"over": over, "samples": samples},
     )
 

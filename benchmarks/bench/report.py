@@ -88,7 +88,7 @@ class Result:
 
         parts = [f"# {self.title}"]
         meaning = {
-            "virtual": "All times are **virtual**: modelled, on the emulated accelerator's clock; exact and repeatable.",
+            "virtual": "All times are **virtual**: modelled on the emulated accelerator's clock; exact and repeatable.",
             "real": "All times are **real**: measured with this machine's clock, and different from run to run.",
         }[self.clock]
         parts.append(f"{meaning} Command: `{self.command}` (torch {torch.__version__}, {platform.machine()}).")
