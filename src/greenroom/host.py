@@ -183,6 +183,16 @@ class HostUnit:
             for tensor, view in zip(self.tensors, views, strict=True):
                 tensor.data = view
 
+    def retake(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Lets go of the tensors it has, which get memory of their own, and stands for `tensors` instead.
+
+        They are untouched until `adopt` is called again.
+        """
+        self.restore()
+        self._lay_out(alias_groups(tensors))
+        self.layout += 1
+        self.versioned = not any(t.is_inference() for t in self.tensors)
+
     def _set_master_views(self, views: list[torch.Tensor]) -> None:
         self._master_views = views
         self._master_at = [v.data_ptr() for v in views]

@@ -99,6 +99,7 @@ class Door:
         on_leave: called when it has, or has failed; told the name, and whether it failed.
         on_out_of_memory: called when the device runs out of memory behind the door, to make room; the component is
             then run again from the same inputs. It raises when there is no more to give.
+        on_call: called when a pipeline asks where to compute, as it does when a call begins.
         children: also guard the component's children, for pipelines that call them directly.
         methods: further methods to guard, beside those whose names say that they compute.
     """
@@ -113,6 +114,7 @@ class Door:
         on_leave: Callable[[str, bool], None],
         *,
         on_out_of_memory: Callable[[torch.OutOfMemoryError], None] | None = None,
+        on_call: Callable[[], None] | None = None,
         children: bool = False,
         methods: Sequence[str] = (),
     ) -> None:
@@ -123,6 +125,7 @@ class Door:
         self.on_enter = on_enter
         self.on_leave = on_leave
         self.on_out_of_memory = on_out_of_memory
+        self.on_call = on_call
         self.serving = 0  # guarded methods that are running
         self._handles: list[Any] = []
         self._methods: dict[str, int] = {}  # by identity: a method knows its door, and must not be known by it
@@ -280,7 +283,14 @@ class ExecutionHook:
 
     def __init__(self, door: Door) -> None:
         self.door = weakref.ref(door)
-        self.execution_device = door.device
+        self._device = door.device
+
+    @property
+    def execution_device(self) -> torch.device:
+        door = self.door()
+        if door is not None and door.on_call is not None:
+            door.on_call()
+        return self._device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module

@@ -16,6 +16,20 @@ from greenroom.topology import RESIDENT, STREAM, SWAP, Component
 
 
 @dataclass(eq=False)
+class Addition:
+    """Tensors that came to a component after it was cut.
+
+    Attributes:
+        stays: they are on the device always, as what they were added to is; else only while the part is at work.
+        copies: their device copy, while there is one.
+    """
+
+    unit: HostUnit
+    stays: bool
+    copies: list[DeviceCopy] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class Part:
     """One component at work: its units and where they are. Holds no module.
 
@@ -33,6 +47,10 @@ class Part:
         copies: `rest`, while it is there.
         kept: `pinned_down`.
         stream: the ring that its blocks pass through, None while all of them stay.
+        known: ids of all tensors of the component as they were when they were last looked at; the units keep those
+            tensors alive, so that no id is used twice.
+        noticed: whether that was in the call that is running.
+        additions: what was added to the component since it was cut, adapters mostly.
     """
 
     name: str
@@ -48,6 +66,9 @@ class Part:
     copies: list[DeviceCopy] = field(default_factory=list)
     kept: list[DeviceCopy] = field(default_factory=list)
     stream: BlockStream | None = None
+    known: list[int] = field(default_factory=list)
+    noticed: bool = False
+    additions: list[Addition] = field(default_factory=list)
 
     @property
     def blocks(self) -> list[StreamedBlock]:
@@ -55,7 +76,12 @@ class Part:
 
     @property
     def units(self) -> list[HostUnit]:
-        return [u for u in (*(b.unit for b in self.blocks), self.rest, self.pinned_down) if u.tensors]
+        return [u for u in (*self.cut_units, *(a.unit for a in self.additions)) if u.tensors]
+
+    @property
+    def cut_units(self) -> list[HostUnit]:
+        """The units that the component was cut into, without what was added later."""
+        return [*(b.unit for b in self.blocks), self.rest, self.pinned_down]
 
     @property
     def placement(self) -> str:
@@ -96,7 +122,7 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
     pinned_down: list[torch.Tensor] = []
     for group in alias_groups(module_tensors(component.module)):
         for tensor in group:
-            _check_plain(component.name, tensor)
+            check_plain(component.name, tensor)
         if any(id(t) in left_out for t in group):
             continue
         owners = {owner.get(id(t), -1) for t in group}
@@ -129,7 +155,7 @@ def _read_from_outside(component: Component) -> set[int]:
     return found
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
+def check_plain(name: str, tensor: torch.Tensor) -> None:
     if type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
         raise NotSupportedError(
             f"{name} holds a {type(tensor.data).__name__} ({tensor.layout}), which cannot be moved yet; accepted: "

@@ -20,9 +20,10 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.host import HostUnit, module_tensors
+from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
-from greenroom.strategies.parts import Part, cut
+from greenroom.strategies.parts import Addition, Part, cut
 from greenroom.streaming import BlockStream, Copier, StreamedBlock, Track
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
@@ -87,6 +88,7 @@ class Runtime:
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
         self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._block_hooks: dict[str, list[Any]] = {}
+        self._in_call = False
         self._undo = contextlib.ExitStack()
         self._finalizers: list[weakref.finalize] = []
         try:
@@ -116,6 +118,9 @@ class Runtime:
             self._modules[component.name] = reference
             self._block_modules[component.name] = [weakref.ref(b.module) for b in component.blocks]
             self._undo.callback(_sweep, reference, _origin_device(component.module), self.accelerator.device)
+        for part, component in zip(self.parts, plan.components, strict=True):
+            part.known = tensor_ids(component.module)
+        self._undo.callback(self._restore_additions)
         for unit in (*(u for part in self.parts for u in part.units), *((shared,) if shared.tensors else ())):
             self._undo.callback(unit.restore)
             self._adopt(unit)
@@ -156,6 +161,7 @@ class Runtime:
             functools.partial(self._enter, part),
             functools.partial(self._leave, part),
             on_out_of_memory=functools.partial(self._shrink, part) if self.keeper else None,
+            on_call=self.call_begins,
             children=component.placement != STREAM,
             methods=sorted(part.hold),
         )
@@ -187,6 +193,7 @@ class Runtime:
             part.stream = part.track = None
             part.copies.clear()
             part.kept.clear()
+            part.additions.clear()
         self.shared_copies.clear()
         self.parts.clear()
         self.stream.abandon()
@@ -195,7 +202,7 @@ class Runtime:
         for part in self.parts:
             self._unhook_blocks(part)
             self.copier.unfix(part.blocks, thorough=True)
-            for copies in (part.copies, part.kept):
+            for copies in (part.copies, part.kept, *(a.copies for a in part.additions)):
                 self.copier.drop(copies, thorough=True)
             if part.stream is not None and part.stream is not self.stream:
                 part.stream.close_arena()
@@ -270,14 +277,18 @@ class Runtime:
         """
         if not part.copies and part.rest.tensors:
             part.copies = self.copier.load([part.rest])
+        if not part.kept and part.pinned_down.tensors:
+            part.kept = self.copier.load([part.pinned_down])
         if part.stream is not None and part.stream is not self.stream and part.stream.arena is None:
             part.stream.open(part.share.arena_bytes)
         self.copier.fix([b for b in part.blocks if b.index in part.share.resident and b.unit.tensors])
+        self._bring_additions(part)
         part.present = True
 
     def _take_out(self, part: Part) -> None:
         """Nothing of the part stays but what is pinned down."""
         self.copier.drop(part.copies)
+        self._drop_additions(part)
         self.copier.unfix(part.blocks)
         if part.stream is not None and part.stream is not self.stream:
             part.stream.close_arena()
@@ -289,6 +300,7 @@ class Runtime:
         for part in self.parts:
             total += sum(_rounded(c.unit.nbytes) for c in (*part.copies, *part.kept))
             total += sum(_rounded(b.unit.nbytes) for b in part.blocks if b.fixed is not None)
+            total += sum(_rounded(a.unit.nbytes) for a in part.additions if a.copies)
             if part.stream is not None and part.stream is not self.stream:
                 total += _rounded(part.stream.arena_bytes)
         return total
@@ -296,6 +308,7 @@ class Runtime:
     # ------------------------------------------------------------------ who is on the device when
 
     def _enter(self, part: Part, door: str, inputs: Any) -> None:
+        self._notice(part)
         if self.keeper is not None:
             self.keeper.entering(self, part, door, inputs)
         while not part.present:
@@ -306,6 +319,7 @@ class Runtime:
                 if self.keeper is None:
                     raise
                 self._shrink(part, error)
+        self._bring_additions(part)
         if self.keeper is not None:
             self.keeper.entered(self, part, door)
         if part.track is not None and part.stream is not None:
@@ -324,6 +338,8 @@ class Runtime:
                 part.stream.end_forward(part.track)
         if self.keeper is not None:
             self.keeper.left(self, part, door, failed)
+        if part.additions and (failed or not self._in_call) and not self.occupancy.inside:
+            self._drop_additions(part)
 
     def _shrink(self, part: Part, error: torch.OutOfMemoryError) -> None:
         """Frees memory after `part` ran out of it, and makes it ready to run again."""
@@ -378,6 +394,77 @@ class Runtime:
         own = [p.stream for p in self.parts if p.stream is not None and p.stream is not self.stream]
         return [self.stream, *own]
 
+    # ------------------------------------------------------------------ what users change between two calls
+
+    def call_begins(self) -> None:
+        """A call of the pipeline has begun, as far as one can tell: components are looked at again."""
+        self._in_call = True
+        for part in self.parts:
+            part.noticed = False
+
+    def _notice(self, part: Part) -> None:
+        """Takes in what was added to the component or replaced in it since the last call."""
+        if part.noticed and self._in_call:
+            return
+        module = self._modules[part.name]()
+        at_work = sum(door.owner is part for door in self.occupancy.inside)
+        if module is None or at_work > 1 or part.name not in self._block_modules:
+            return
+        if tensor_ids(module) != part.known:
+            blocks = [reference() for reference in self._block_modules[part.name]]
+            adapt(self, part, module, blocks, {id(t) for c in self.shared_copies for t in c.unit.tensors})
+        part.noticed = True
+
+    def adopt_again(self, unit: HostUnit, tensors: Sequence[torch.Tensor]) -> None:
+        """Lets a unit that is not on the device stand for other tensors from now on."""
+        self._disown(unit)
+        unit.retake(tensors)
+        if unit.tensors:
+            self._adopt(unit)
+
+    def _disown(self, unit: HostUnit) -> None:
+        if unit.master is not None:
+            if unit.pinned:
+                self.pinned_bytes -= unit.nbytes
+            else:
+                self.unpinned_bytes -= unit.nbytes
+        unit.restore()
+
+    def add(self, part: Part, name: str, tensors: Sequence[torch.Tensor], *, stays: bool) -> None:
+        """Takes over tensors that came to `part` later; see `Addition`."""
+        if tensors:
+            addition = Addition(HostUnit(f"{part.name} ({name})", tensors), stays)
+            self._adopt(addition.unit)
+            part.additions.append(addition)
+
+    def drop_all_additions(self, part: Part) -> None:
+        """Gives what was added to `part` back its own memory."""
+        for addition in part.additions:
+            self.copier.drop(addition.copies, thorough=True)
+            self._disown(addition.unit)
+        part.additions.clear()
+
+    def widen_ring(self) -> None:
+        """Lets the ring hold two of the largest block again, where blocks have become larger."""
+        widest = max((b.unit.nbytes for p in self.parts if p.stream is self.stream for b in p.streamed), default=0)
+        if self.keeper is None and 2 * widest > self.stream.arena_bytes:
+            self.apply(Layout(self.layout.shares, 2 * widest))
+
+    def _restore_additions(self) -> None:
+        for part in self.parts:
+            self.drop_all_additions(part)
+
+    def _bring_additions(self, part: Part) -> None:
+        for addition in part.additions:
+            if not addition.copies:
+                addition.copies = self.copier.load([addition.unit])
+
+    def _drop_additions(self, part: Part) -> None:
+        """Between two calls an adapter is where the weights are that it may be fused into."""
+        for addition in part.additions:
+            if not addition.stays:
+                self.copier.drop(addition.copies)
+
     def _prime(self, stream: BlockStream) -> None:
         """The first component that is entered in a call starts the ring, so that its copies hide behind it."""
         if stream.idle and stream.arena is not None:
@@ -392,6 +479,9 @@ class Runtime:
             for part in self.parts:
                 if part.share.hold == "phase":
                     self._take_out(part)
+                self._drop_additions(part)
+                part.noticed = False
+            self._in_call = False
             for stream in self.streams:
                 stream.end_call()
             if self.keeper is not None:

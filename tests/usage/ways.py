@@ -1,0 +1,93 @@
+"""Ways of offloading that every test of use runs under, and the comparison with a pipeline that is not offloaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+import greenroom
+from greenroom import testing
+
+WAYS: dict[str, dict[str, Any]] = {
+    "model-level": {"config": {"mode": "module", "components": ["dit", "text_encoder", "vae"]}},
+    "layerwise": {"config": {"mode": "layer", "components": ["dit", "text_encoder"]}},
+    "layerwise with residents": {
+        "config": {"mode": "layer", "components": ["dit"], "layer_options": {"dit": {"resident_layers": 2}}}
+    },
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def offload(pipe: Any, way: str) -> greenroom.Handle:
+    words = dict(WAYS[way])
+    config = words.get("config")
+    components = getattr(pipe, "components", {})
+    if config and not any(k.startswith("text_encoder") and v is not None for k, v in components.items()):
+        words["config"] = {**config, "components": [c for c in config["components"] if c != "text_encoder"]}
+    return greenroom.offload(pipe, **words, device="emu")
+
+
+def draw(pipe: DiffusionPipeline, seed: int = 0, **call: Any) -> torch.Tensor:
+    """All that a call makes, on the CPU as one flat tensor, with a fresh seeded CPU generator."""
+    call = {"output_type": "pt", "generator": torch.Generator("cpu").manual_seed(seed), **call}
+    made = pipe(**call, return_dict=False)
+    return torch.cat([_flat(part) for part in made if part is not None])
+
+
+def _flat(made: Any) -> torch.Tensor:
+    if isinstance(made, torch.Tensor):
+        return made.detach().flatten().float().cpu()
+    if isinstance(made, list | tuple):
+        parts = [_flat(m) for m in made if m is not None]
+        return torch.cat(parts) if parts else torch.empty(0)
+    return torch.as_tensor(made).flatten().float()
+
+
+def same_story(
+    build: Callable[[], Any], story: Callable[[Any], Iterator[torch.Tensor]], way: str, chapters: int | None = None
+) -> greenroom.Handle:
+    """Tells `story` to a plain pipeline and to an offloaded one; what they yield must be equal, bit by bit.
+
+    Afterwards the offload is disabled, and nothing may be left on the device or page-locked.
+    """
+    gc.collect()
+    allocated, pinned = torch.emu.memory_allocated(), torch.emu.pinned_stats()["current"]
+    expected = list(story(build()))
+    assert chapters is None or len({bytes(e.numpy()) for e in expected}) == chapters  # the story tells apart
+    pipe = build()
+    handle = offload(pipe, way)
+    for number, found in enumerate(story(pipe)):
+        assert torch.equal(found, expected[number]), f"chapter {number}"
+    assert handle.enabled
+    handle.disable()
+    moved = [n for c in modules(pipe) for n, t in c.named_parameters() if t.device.type != "cpu"]
+    assert not moved
+    del pipe
+    gc.collect()
+    assert torch.emu.pinned_stats()["current"] == pinned
+    assert torch.emu.memory_allocated() - allocated < 2**20
+    return handle
+
+
+def modules(pipe: Any) -> list[torch.nn.Module]:
+    return [c for c in pipe.components.values() if isinstance(c, torch.nn.Module)]
+
+
+def builder(name: str, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
+    return lambda: testing.build_pipeline(name, dtype=dtype)
+
+
+def runner(name: str) -> Callable[..., torch.Tensor]:
+    def run(pipe: Any, seed: int = 0, **call: Any) -> torch.Tensor:
+        return draw(pipe, seed, **{**testing.call_kwargs(name), "generator": _generator(seed), **call})
+
+    return run
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed)
