@@ -118,6 +118,8 @@ def from_validation(problems: list[Any]) -> ApiError:
     first = problems[0] if problems else {}
     where = [str(p) for p in first.get("loc", ()) if p not in ("body", "query", "path")]
     field = ".".join(where) or None
+    if field is None and where:
+        field = "''"
     message = str(first.get("msg", "not accepted"))
     if first.get("type") == "extra_forbidden":
         message = "is not a known field"

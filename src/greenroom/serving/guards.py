@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.exceptions import HTTPException
+
 from greenroom.serving.errors import ApiError
 from greenroom.serving.settings import ServerSettings
 
@@ -16,8 +18,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
-class _TooLarge(Exception):
-    pass
+class _TooLarge(HTTPException):
+    """Raised while a body is read; an HTTPException, since the readers of bodies let only these through."""
 
 
 class Guards:
@@ -42,7 +44,6 @@ class Guards:
             await error.response()(scope, receive, send)  # type: ignore[arg-type]
             return
         seen = 0
-        started = False
 
         async def counted() -> dict[str, Any]:
             nonlocal seen
@@ -50,19 +51,10 @@ class Guards:
             if message["type"] == "http.request":
                 seen += len(message.get("body", b""))
                 if seen > self.settings.max_body:
-                    raise _TooLarge
+                    raise _TooLarge(413, self._too_large().message)
             return message
 
-        async def watched(message: dict[str, Any]) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self.app(scope, counted, watched)
-        except _TooLarge:
-            if not started:
-                await self._too_large().response()(scope, receive, send)  # type: ignore[arg-type]
+        await self.app(scope, counted, send)
 
     def _key(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
         key = self.settings.api_key

@@ -1,0 +1,80 @@
+"""Pictures and videos in and out."""
+
+from __future__ import annotations
+
+import base64
+import io
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from greenroom.engine import RequestRefused
+from greenroom.engine.media import MediaLimits, as_pixels, read_image, write_frames, write_image, write_video
+
+
+def picture(width: int = 12, height: int = 8, seed: int = 0) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def test_png_and_frames_keep_every_bit() -> None:
+    original = picture()
+    assert np.array_equal(as_pixels(read_image(write_image(original))), as_pixels(original))
+    frames = [picture(seed=i) for i in range(3)]
+    archive = zipfile.ZipFile(io.BytesIO(write_frames(frames)))
+    for name, frame in zip(archive.namelist(), frames, strict=True):
+        assert np.array_equal(as_pixels(Image.open(archive.open(name))), as_pixels(frame))
+
+
+def test_base64_and_data_urls_are_read() -> None:
+    data = write_image(picture())
+    text = base64.b64encode(data).decode()
+    for given in (data, text, f"data:image/png;base64,{text}", picture()):
+        assert np.array_equal(as_pixels(read_image(given)), as_pixels(picture()))
+
+
+@pytest.mark.parametrize("text", ["http://127.0.0.1/x.png", "https://example.com/x.png", "file:///etc/passwd"])
+def test_urls_are_not_fetched(text: str) -> None:
+    with pytest.raises(RequestRefused, match="not fetched"):
+        read_image(text)
+
+
+def test_what_is_too_large_is_refused_before_it_is_decoded() -> None:
+    huge = io.BytesIO()
+    Image.new("1", (12000, 12000)).save(huge, "PNG")  # 144 million pixels in a few kilobytes
+    assert len(huge.getvalue()) < 200_000
+    with pytest.raises(RequestRefused, match="12000x12000"):
+        read_image(huge.getvalue())
+    with pytest.raises(RequestRefused, match="bytes"):
+        read_image(write_image(picture()), MediaLimits(max_bytes=20))
+
+
+@pytest.mark.parametrize("data", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n" + b"\0" * 40, "%%%", "data:,"])
+def test_what_is_no_picture_is_refused_by_field(data: bytes | str) -> None:
+    with pytest.raises(RequestRefused, match="mask") as refused:
+        read_image(data, field="mask")
+    assert refused.value.field == "mask"
+
+
+def test_a_truncated_picture_is_refused() -> None:
+    data = write_image(picture(200, 200))
+    with pytest.raises(RequestRefused):
+        read_image(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("size", [(32, 16), (13, 7)])
+def test_a_video_has_its_frames_and_is_repeatable(size: tuple[int, int]) -> None:
+    av = pytest.importorskip("av")
+    frames = [picture(*size, seed=i) for i in range(5)]
+    data = write_video(frames, fps=8)
+    assert data == write_video([as_pixels(f) for f in frames], fps=8)
+    with av.open(io.BytesIO(data)) as container:
+        read = [f.to_ndarray(format="rgb24") for f in container.decode(video=0)]
+        assert container.streams.video[0].average_rate == 8
+    assert len(read) == 5 and read[0].shape == (size[1], size[0], 3)
+
+
+def test_floats_become_bytes() -> None:
+    assert as_pixels(np.array([[[0.0, 0.5, 2.0]]])).tolist() == [[[0, 128, 255]]]

@@ -1,0 +1,360 @@
+"""Omni: the same bits whatever the offloading, whatever happened before."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import greenroom
+from greenroom import ConfigError, Omni, OmniDiffusionSamplingParams, testing
+from greenroom.demo import checkpoint_path
+from greenroom.engine import DoesNotFit, QueueFull, Request, RequestCancelled, RequestRefused, WorkerDied
+from greenroom.engine.job import Job
+
+PROMPT = "a handwritten seven"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "flag model-level": {"enable_cpu_offload": True},
+    "flag layerwise": {"enable_layerwise_offload": True},
+    "module, all": {"diffusion_offload_config": {"mode": "module", "components": ["dit", "text_encoder", "vae"]}},
+    "layer, dit": {"diffusion_offload_config": {"mode": "layer", "components": ["dit"]}},
+    "layer, encoder": {"diffusion_offload_config": '{"mode":"layer","components":["text_encoder"]}'},
+    "layer, both": {"diffusion_offload_config": {"mode": "layer", "components": ["dit", "text_encoder"]}},
+    "distributed": {"enable_distributed_layerwise_offload": True},
+}
+STEPS = {"num_inference_steps": 3}
+CALLS: dict[str, dict[str, Any]] = {
+    "demo": STEPS,
+    "qwen_image": {"height": 64, "width": 64, "true_cfg_scale": 3.0, "negative_prompt": "blurry", **STEPS},
+    "wan22_t2v": {"height": 32, "width": 32, "num_frames": 9, "num_inference_steps": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    found = {"demo": checkpoint_path()}
+    for name in ("qwen_image", "wan22_t2v"):
+        with testing.quiet():
+            testing.build_pipeline(name).save_pretrained(root / name)
+        found[name] = root / name
+    return found
+
+
+@pytest.fixture(scope="module")
+def never_offloaded(emu_module: Any, folders: dict[str, Path]) -> Any:
+    known: dict[Any, np.ndarray] = {}
+
+    def draw(model: str, seed: int) -> np.ndarray:
+        if (model, seed) not in known:
+            from diffusers import DiffusionPipeline
+
+            dtype = torch.bfloat16 if model == "demo" else torch.float32
+            with testing.quiet():
+                pipe: Any = DiffusionPipeline.from_pretrained(folders[model], dtype=dtype)
+            words = dict(CALLS[model])
+            if model == "demo":
+                words.update(height=32, width=32, max_sequence_length=32)
+            pipe.set_progress_bar_config(disable=True)
+            pipe.to("emu")
+            out = pipe(PROMPT, generator=torch.Generator().manual_seed(seed), output_type="pil", **words)
+            known[model, seed] = _pixels(out.images if hasattr(out, "images") else out.frames[0])
+        return known[model, seed]
+
+    return draw
+
+
+def _pixels(pictures: Any) -> np.ndarray:
+    return np.stack([np.asarray(p) for p in pictures])
+
+
+def _drawn(result: Any) -> np.ndarray:
+    return _pixels(result.images if len(result.images) else result.frames)
+
+
+@pytest.fixture
+def omni(emu: Any) -> Any:
+    with Omni(checkpoint_path(), device="emu", **STRATEGIES["layer, both"]) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", CALLS)
+def test_same_seed_same_bits(emu: Any, folders: Any, never_offloaded: Any, model: str, strategy: str) -> None:
+    expected = never_offloaded(model, 7)
+    with Omni(folders[model], device="emu", **STRATEGIES[strategy]) as engine:
+        first = engine.generate(PROMPT, {"seed": 7, **CALLS[model]}, progress=False)[0]
+        assert np.array_equal(_drawn(first), expected)
+        other = engine.generate(PROMPT, {"seed": 8, **CALLS[model]}, progress=False)[0]
+        assert not np.array_equal(_drawn(other), expected)
+        again = engine.generate(PROMPT, {"seed": 7, **CALLS[model]}, progress=False)[0]
+        assert np.array_equal(_drawn(again), expected)
+        steps = CALLS[model]["num_inference_steps"]
+        assert first.metrics.steps == steps and first.seed == first.metrics.seed == 7
+        assert (first.metrics.bytes_to_device > 0) == (strategy != "resident")
+        phases = (first.metrics.encode_s, first.metrics.denoise_s, first.metrics.decode_s)
+        assert all(p > 0 for p in phases) and sum(phases) == pytest.approx(first.metrics.total_s)
+
+
+def test_prompts_may_be_text_mappings_or_lists(omni: Any) -> None:
+    params = OmniDiffusionSamplingParams(seed=3, **STEPS)
+    one, two = omni.generate([PROMPT, {"prompt": "a handwritten two"}], params, progress=False)
+    alone = omni.generate({"prompt": "a handwritten two"}, params, progress=False)[0]
+    assert one.prompt == PROMPT and one.request_id != two.request_id
+    assert np.array_equal(_drawn(two), _drawn(alone)) and not np.array_equal(_drawn(one), _drawn(two))
+
+
+def test_output_i_is_drawn_with_seed_plus_i(omni: Any) -> None:
+    both = omni.generate(PROMPT, {"seed": 3, "num_outputs_per_prompt": 2, **STEPS}, progress=False)[0]
+    assert len(both.images) == 2
+    again = omni.generate(PROMPT, {"seed": 3, "num_outputs_per_prompt": 2, **STEPS}, progress=False)[0]
+    assert np.array_equal(_drawn(both), _drawn(again))
+
+
+def test_a_seed_is_drawn_and_told_where_none_is_given(omni: Any) -> None:
+    first = omni.generate(PROMPT, STEPS, progress=False)[0]
+    again = omni.generate(PROMPT, {"seed": first.seed, **STEPS}, progress=False)[0]
+    assert np.array_equal(_drawn(first), _drawn(again))
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ({"num_steps": 3}, "num_steps"),
+        ({"num_frames": 9}, "num_frames"),
+        ({"generator": None}, "generator"),
+        ({"seed": -1}, "seed"),
+        ({"seed": "one"}, "seed"),
+        ({"num_outputs_per_prompt": 0}, "num_outputs_per_prompt"),
+        ({"generator_device": "cuda"}, "generator_device"),
+    ],
+)
+def test_what_the_pipeline_does_not_take_is_refused_by_name(omni: Any, words: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestRefused, match=field) as refused:
+        omni.generate(PROMPT, {**STEPS, **words}, progress=False)
+    assert refused.value.field == field
+    if field in ("num_steps", "num_frames"):
+        assert "num_inference_steps" in str(refused.value) and "true_cfg_scale" in str(refused.value)
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", 3, {"prompt": ""}, {"prompt": PROMPT, "picture": "x"}, {}, "\ud800"])
+def test_a_wrong_prompt_is_refused_and_harms_nobody(omni: Any, never_offloaded: Any, prompt: Any) -> None:
+    with pytest.raises((RequestRefused, TypeError)):
+        omni.generate(prompt, STEPS, progress=False)
+    assert np.array_equal(
+        _drawn(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), never_offloaded("demo", 7)
+    )
+
+
+def test_words_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nothing"
+    with pytest.raises(ConfigError, match="mode"):
+        Omni(nowhere, diffusion_offload_config={"mode": "layers"}, device="cpu")
+    with pytest.raises(ConfigError, match="dtype"):
+        Omni(nowhere, dtype="float8", device="cpu")
+    with pytest.raises(ConfigError, match="model"):
+        Omni(nowhere, device="cpu")
+    with pytest.raises(TypeError):
+        Omni(checkpoint_path(), enable_nothing=True, device="cpu")
+
+
+def test_without_an_accelerator_it_runs_on_the_cpu() -> None:
+    with Omni(checkpoint_path(), device="cpu", enable_layerwise_offload=True) as engine:
+        assert _drawn(engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]).shape == (1, 32, 32, 3)
+
+
+def test_importing_greenroom_loads_no_engine() -> None:
+    import subprocess
+
+    code = "import sys, greenroom; print([m for m in sys.modules if m.startswith(('greenroom.engine', 'fastapi'))])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "greenroom.engine" not in loaded and "fastapi" not in loaded
+    assert greenroom.Omni is Omni
+
+
+# ---------------------------------------------------------------------- cancellation, order, failures
+
+
+def _request(seed: int = 7, **words: Any) -> Request:
+    return Request({"prompt": PROMPT}, OmniDiffusionSamplingParams(seed=seed, **{**STEPS, **words}))
+
+
+def _cancel_at(step: int) -> Any:
+    def listener(job: Job) -> None:
+        if job.step == step:
+            job.cancel("enough")
+
+    return listener
+
+
+def test_a_cancelled_request_ends_at_the_next_step(omni: Any, never_offloaded: Any) -> None:
+    blocker = threading.Event()
+    omni._worker.order(lambda: blocker.wait(10))
+    job = omni.submit(_request(num_inference_steps=50))
+    job.listen(_cancel_at(2))
+    waiting = omni.submit(_request())
+    waiting.cancel("not needed any more")
+    after = omni.submit(_request())
+    blocker.set()
+    with pytest.raises(RequestCancelled, match="enough"):
+        job.future.result(60)
+    assert job.step == 2 and job.state == "cancelled"
+    with pytest.raises(RequestCancelled, match="not needed"):
+        waiting.future.result(60)
+    assert waiting.step == 0
+    assert np.array_equal(_drawn(after.future.result(60)), never_offloaded("demo", 7))
+
+
+def test_requests_are_served_in_order_and_the_queue_is_bounded(emu: Any) -> None:
+    with Omni(checkpoint_path(), device="emu", max_queue=2, enable_layerwise_offload=True) as engine:
+        blocker = threading.Event()
+        engine._worker.order(lambda: blocker.wait(10))
+        order: list[str] = []
+        jobs = []
+        for name in ("one", "two"):
+            job = engine.submit(_request())
+            job.future.add_done_callback(lambda _, name=name: order.append(name))
+            jobs.append(job)
+        with pytest.raises(QueueFull) as full:
+            engine.submit(_request())
+        assert full.value.waiting == 2 and full.value.retry_after >= 1
+        jobs[0].cancel()
+        engine.cancel_swept()
+        third = engine.submit(_request())
+        blocker.set()
+        third.future.result(60)
+        assert order == ["one", "two"] and engine.status.waiting == 0
+
+
+def test_a_request_that_waits_too_long_is_given_up(omni: Any) -> None:
+    request = _request(num_inference_steps=200)
+    request.timeout_s = 0.2
+    with pytest.raises(RequestCancelled, match="longer than"):
+        omni.submit(request).future.result(60)
+
+
+def test_a_moment_without_memory_is_overcome(omni: Any, emu: Any, never_offloaded: Any) -> None:
+    omni.generate(PROMPT, {"seed": 1, **STEPS}, progress=False)
+    for k in (1, 40, 400):
+        emu.fail_allocation(k)
+        result = omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]
+        assert result.metrics.retries == 1
+        assert np.array_equal(_drawn(result), never_offloaded("demo", 7))
+
+
+def test_what_does_not_fit_is_refused_with_what_did(omni: Any, emu: Any, never_offloaded: Any) -> None:
+    emu.set_capacity(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0].metrics.peak_bytes + 200_000)
+    with pytest.raises(DoesNotFit, match=r"512x512.*32x32"):
+        omni.generate(PROMPT, {"seed": 7, "height": 512, "width": 512, **STEPS}, progress=False)
+    assert np.array_equal(
+        _drawn(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), never_offloaded("demo", 7)
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), ValueError("planted")])
+def test_an_exception_in_a_block_fails_that_request_alone(omni: Any, never_offloaded: Any, error: Exception) -> None:
+    block = omni.pipeline.transformer.transformer_blocks[1]
+    calls = 0
+
+    def fail(module: Any, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise error
+
+    handle = block.register_forward_pre_hook(fail)
+    with pytest.raises(type(error), match="planted"):
+        omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)
+    handle.remove()
+    assert np.array_equal(
+        _drawn(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), never_offloaded("demo", 7)
+    )
+
+
+def test_a_dead_worker_is_told_and_replaced(omni: Any, never_offloaded: Any) -> None:
+    blocker = threading.Event()
+    omni._worker.order(lambda: blocker.wait(10))
+    dying, next_one = omni.submit(_request()), omni.submit(_request())
+
+    def die(job: Job) -> None:
+        if job.step == 1:
+            raise SystemExit("killed")
+
+    dying.listen(die)
+    blocker.set()
+    for job in (dying, next_one):
+        with pytest.raises(WorkerDied):
+            job.future.result(60)
+    limit = time.monotonic() + 10
+    while omni.status.alive and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not omni.status.alive and "killed" in str(omni.status.cause)
+    with pytest.raises(WorkerDied):
+        omni.generate(PROMPT, STEPS)
+    omni.restart()
+    assert omni.status.alive
+    assert np.array_equal(
+        _drawn(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), never_offloaded("demo", 7)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["resident", "module, all", "layer, both"])
+def test_sleep_frees_the_device_and_wake_brings_the_same_bits(emu: Any, never_offloaded: Any, strategy: str) -> None:
+    never_offloaded("demo", 7)
+    gc.collect()
+    before = emu.memory_allocated()
+    with Omni(checkpoint_path(), device="emu", **STRATEGIES[strategy]) as engine:
+        engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)
+        engine.sleep()
+        engine.sleep()
+        # What is left are position tables and timesteps that the pipeline made itself.
+        assert engine.status.asleep and emu.memory_allocated() - before < 50_000
+        waiting = engine.submit(_request())
+        time.sleep(0.05)
+        assert not waiting.future.done()
+        engine.wake()
+        assert np.array_equal(_drawn(waiting.future.result(60)), never_offloaded("demo", 7))
+
+
+def test_shutdown_frees_the_device_and_ends_the_thread(emu: Any) -> None:
+    engine = Omni(checkpoint_path(), device="emu", enable_layerwise_offload=True)
+    job = engine.submit(_request(num_inference_steps=200))
+    while job.step == 0 and not job.future.done():
+        time.sleep(0.005)
+    assert engine.shutdown(timeout_s=30) and engine.shutdown()
+    with pytest.raises(RequestCancelled, match="shutting down"):
+        job.future.result(1)
+    assert not engine._worker.thread.is_alive()
+    with pytest.raises(WorkerDied):
+        engine.generate(PROMPT)
+
+
+def test_the_live_view_shows_blocks_come_and_go(omni: Any) -> None:
+    omni.live()
+    job = omni.submit(_request(num_inference_steps=6))
+    seen: set[tuple[str, str]] = set()
+    events = []
+    since = 0
+    while not job.future.done():
+        snapshot = omni.live(since)
+        since = snapshot["last_event"]
+        events += snapshot["events"]
+        seen |= {(b["name"], b["at"]) for c in snapshot["components"] for b in c["blocks"]}
+        time.sleep(0.002)
+    job.future.result(60)
+    events += omni.live(since)["events"]
+    blocks = {name for name, _ in seen if name.startswith("transformer.")}
+    assert len(blocks) == 14
+    assert any((name, "device") in seen and (name, "host") in seen for name in blocks)
+    assert {e["lane"] for e in events} == {"copy", "compute"}
+    assert sum(e["lane"] == "compute" and e["block"].startswith("transformer.") for e in events) == 6 * 14
+    numbers = [e["n"] for e in events]
+    assert numbers == sorted(set(numbers))

@@ -1,0 +1,354 @@
+"""What the server promises beside pictures: refusals by name, limits, a bounded queue, cancellation, recovery."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from conftest import STRATEGIES, Live, serving
+from greenroom import Omni
+from greenroom.demo import checkpoint_path
+from greenroom.serving import ServerSettings
+
+BODY = {"prompt": "a handwritten seven", "seed": 7, "num_inference_steps": 3}
+ROUTE = "/v1/images/generations"
+
+
+def drawn(answer: httpx.Response) -> np.ndarray:
+    assert answer.status_code == 200, answer.text
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"]))))
+
+
+def png(side: int = 32) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (side, side), (20, 90, 160)).save(out, "PNG")
+    return out.getvalue()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def own(emu: Any) -> Iterator[Callable[..., Live]]:
+    """Starts a server of the test's own, with its own limits."""
+    import contextlib
+
+    with contextlib.ExitStack() as stack:
+
+        def begin(*, max_queue: int = 2, **settings: Any) -> Live:
+            omni = Omni(checkpoint_path(), device="emu", max_queue=max_queue, **STRATEGIES["layer"])
+            return stack.enter_context(serving(omni, ServerSettings(shutdown_timeout=5, **settings)))
+
+        yield begin
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": "  "}, "prompt"),
+        ({"prompt": "x" * 9000}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"size": "32"}, "size"),
+        ({"size": "32x32", "width": 64}, "size"),
+        ({"size": "8192x8192"}, "size"),
+        ({"height": 33}, "height"),
+        ({"height": 0}, "height"),
+        ({"width": -16}, "width"),
+        ({"num_inference_steps": 0}, "num_inference_steps"),
+        ({"num_inference_steps": 100000}, "num_inference_steps"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"guidance_scale": "much"}, "guidance_scale"),
+        ({"guidance_scale": -1}, "guidance_scale"),
+        ({"guidance_scale_2": 1.0}, "guidance_scale_2"),
+        ({"n": 0}, "n"),
+        ({"n": 99}, "n"),
+        ({"response_format": "url"}, "response_format"),
+        ({"output_format": "tiff"}, "output_format"),
+        ({"generator_device": "cuda"}, "generator_device"),
+        ({"strength": 0.5}, "strength"),
+        ({"max_sequence_length": 4096}, "max_sequence_length"),
+        ({"model": "another"}, "model"),
+    ],
+)
+def test_wrong_input_is_refused_by_field(live: Live, change: dict[str, Any], field: str) -> None:
+    body = {k: v for k, v in {**BODY, **change}.items() if v is not None}
+    with live.client() as client:
+        answer = client.post(ROUTE, json=body)
+        error = answer.json()["error"]
+        assert 400 <= answer.status_code < 500 and error["param"] == field and field in error["message"]
+        assert drawn(client.post(ROUTE, json=BODY)).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_json_object_is_refused(live: Live, content: bytes) -> None:
+    with live.client() as client:
+        for route in (ROUTE, "/v1/images/edits", "/v1/videos", "/v1/offload/memory"):
+            answer = client.post(route, content=content, headers={"Content-Type": "application/json"})
+            assert 400 <= answer.status_code < 500 and "error" in answer.json(), answer.text
+
+
+@pytest.mark.parametrize(
+    ("files", "data", "field"),
+    [
+        ({}, {}, "image"),
+        ({"image": b"no picture"}, {}, "image"),
+        ({"image": png()[:60]}, {}, "image"),
+        ({"image": png(), "mask": b"no picture"}, {}, "mask"),
+        ({"image": png()}, {"strength": "2"}, "strength"),
+        ({"image": png()}, {"bogus": "1"}, "bogus"),
+        ({"picture": png()}, {}, "picture"),
+        ({}, {"image": "http://127.0.0.1:1/x.png"}, "image"),
+    ],
+)
+def test_wrong_edits_are_refused_by_field(live: Live, files: Any, data: Any, field: str) -> None:
+    with live.client() as client:
+        answer = client.post(
+            "/v1/images/edits",
+            files={
+                **{k: (None, v) for k, v in {"prompt": "a three", **data}.items()},
+                **{k: ("f", v) for k, v in files.items()},
+            },
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
+
+
+def test_edits_take_json_and_masks(live: Live) -> None:
+    image = base64.b64encode(png()).decode()
+    body = {"prompt": "a three", "seed": 1, "num_inference_steps": 4, "strength": 0.9, "image": image}
+    with live.client() as client:
+        plain = drawn(client.post("/v1/images/edits", json=body))
+        masked = drawn(client.post("/v1/images/edits", json={**body, "mask": f"data:image/png;base64,{image}"}))
+        assert plain.shape == masked.shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
+def test_output_formats(live: Live, format: str) -> None:
+    with live.client() as client:
+        answer = client.post(ROUTE, json={**BODY, "output_format": format}).json()
+    assert Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))).format == format.upper()
+
+
+def test_pictures_are_no_videos(live: Live) -> None:
+    with live.client() as client:
+        assert client.post("/v1/videos", json={"prompt": "x"}).status_code == 400
+        assert client.get("/v1/videos").json()["data"] == []
+        for method, path in (("GET", ""), ("GET", "/content"), ("GET", "/events"), ("DELETE", "")):
+            assert client.request(method, f"/v1/videos/none{path}").status_code == 404
+        assert client.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
+        assert client.put(ROUTE).status_code == 405
+
+
+def test_a_key_is_asked_for_everywhere_but_at_the_door(own: Any) -> None:
+    live = own(api_key="open sesame")
+    with live.client() as client:
+        assert client.get("/health").status_code == 200 and client.get("/").status_code == 200
+        for path in ("/v1/models", "/v1/offload", "/v1/offload/live", "/metrics"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 401
+            assert client.get(path, headers={"Authorization": "Bearer open sesame"}).status_code == 200
+        assert client.post(ROUTE, json=BODY).status_code == 401
+    assert live.openai("open sesame").models.list().data
+
+
+def test_pages_of_other_sites_may_not_post(live: Live) -> None:
+    with live.client() as client:
+        assert client.post("/v1/sleep", headers={"Origin": "http://evil.example"}).status_code == 403
+        assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 200
+        assert client.post(ROUTE, json=BODY, headers={"Origin": live.url}).status_code == 200
+
+
+def test_bodies_have_a_limit(own: Any) -> None:
+    live = own(max_body=10_000)
+
+    def pieces() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(100):
+            yield b"x" * 1000
+
+    with live.client() as client:
+        assert client.post(ROUTE, content=b"x" * 20_000).status_code == 413
+        assert client.post(ROUTE, content=pieces()).status_code == 413
+        assert client.post(ROUTE, json=BODY).status_code == 200
+
+
+class Blocked:
+    """Keeps the worker from taking requests until the block ends."""
+
+    def __init__(self, omni: Omni) -> None:
+        self._event = threading.Event()
+        omni._worker.order(lambda: self._event.wait(30))
+
+    def __enter__(self) -> Blocked:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._event.set()
+
+
+def test_the_queue_is_bounded(own: Any) -> None:
+    live = own(max_queue=2)
+    answers: list[httpx.Response] = []
+
+    def post() -> None:
+        with live.client() as client:
+            answers.append(client.post(ROUTE, json=BODY))
+
+    threads = [threading.Thread(target=post) for _ in range(5)]
+    with Blocked(live.omni):
+        for thread in threads:
+            thread.start()
+        until(lambda: len(answers) == 3)
+        assert live.omni.status.waiting == 2
+        assert [a.status_code for a in answers] == [429] * 3
+        assert all(int(a.headers["Retry-After"]) >= 1 for a in answers)
+        assert answers[0].json()["error"]["type"] == "rate_limit_error"
+    for thread in threads:
+        thread.join()
+    assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429]
+
+
+def test_a_client_that_goes_away_frees_its_place(own: Any) -> None:
+    live = own(max_queue=1)
+    with Blocked(live.omni):
+        with live.client() as client, pytest.raises(httpx.ReadTimeout):
+            client.post(ROUTE, json=BODY, timeout=0.3)
+        until(lambda: live.omni.status.waiting == 0)
+    with live.client() as client:
+        first = drawn(client.post(ROUTE, json=BODY))
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(ROUTE, json={**BODY, "num_inference_steps": 200}, timeout=0.5)
+        until(lambda: live.omni.status.running is None, 3)
+        with client.stream("POST", ROUTE, json={**BODY, "num_inference_steps": 200, "stream": True}) as answer:
+            assert next(answer.iter_lines()).startswith("event: ")
+        until(lambda: live.omni.status.running is None, 3)
+        assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
+
+
+def test_a_request_has_a_time_limit(own: Any) -> None:
+    live = own(request_timeout=0.3)
+    with live.client() as client:
+        answer = client.post(ROUTE, json={**BODY, "num_inference_steps": 200})
+        assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+        with Blocked(live.omni):
+            assert client.post(ROUTE, json=BODY).status_code == 408
+        assert drawn(client.post(ROUTE, json=BODY)).shape == (32, 32, 3)
+
+
+def test_health_turns_red_with_the_worker_and_green_again(own: Any) -> None:
+    live = own()
+    with live.client() as client:
+        first = drawn(client.post(ROUTE, json=BODY))
+
+        def die() -> None:
+            raise SystemExit("killed")
+
+        live.omni._worker.order(die)
+        until(lambda: not live.omni.status.alive)
+        health = client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "dead" and "killed" in health.json()["cause"]
+        assert client.get("/metrics").text.count("greenroom_worker_alive 0.0") == 1
+        refused = client.post(ROUTE, json=BODY)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "worker_dead"
+        assert client.post("/v1/restart").json() == {"status": "ok"}
+        assert client.get("/health").status_code == 200
+        assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
+
+
+def test_injected_faults_harm_one_request_at_most(own: Any, emu: Any) -> None:
+    live = own()
+    block = live.omni.pipeline.transformer.transformer_blocks[0]
+    with live.client() as client:
+        first = drawn(client.post(ROUTE, json=BODY))
+        emu.fail_allocation(30)
+        assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
+        handle = block.register_forward_pre_hook(_planted)
+        failed = client.post(ROUTE, json=BODY)
+        handle.remove()
+        assert failed.status_code == 500 and failed.json()["error"]["type"] == "server_error"
+        assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
+        assert client.get("/health").status_code == 200
+
+
+def _planted(module: Any, args: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def test_what_does_not_fit_is_told_with_what_would(own: Any, emu: Any) -> None:
+    live = own()
+    with live.client() as client:
+        peak = client.post(ROUTE, json=BODY).json()["metrics"]["peak_bytes"]
+        emu.set_capacity(peak + 200_000)
+        answer = client.post(ROUTE, json={**BODY, "size": "512x512"})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "does_not_fit"
+        assert "32x32" in answer.json()["error"]["message"]
+        assert client.post(ROUTE, json=BODY).status_code == 200
+
+
+def test_sleep_and_wake(own: Any, emu: Any) -> None:
+    live = own()
+    with live.client() as client:
+        first = drawn(client.post(ROUTE, json=BODY))
+        awake = emu.memory_allocated()
+        assert client.post("/v1/sleep").json() == {"status": "asleep"}
+        assert emu.memory_allocated() < awake
+        assert client.get("/health").json()["status"] == "asleep"
+        assert client.get("/v1/offload").json()["asleep"] is True
+        assert client.post("/v1/wake").json() == {"status": "ok"}
+        assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
+
+
+def test_the_report_and_the_metrics(own: Any) -> None:
+    live = own()
+    with live.client() as client:
+        client.post(ROUTE, json=BODY)
+        client.post(ROUTE, json={**BODY, "height": 33})
+        report = client.get("/v1/offload").json()
+        assert report["offloaded"] and report["report"]["strategy"] == "layerwise" and report["report"]["pinned"] > 0
+        assert {c["name"] for c in report["report"]["components"]} >= {"transformer", "text_encoder", "vae"}
+        assert report["loading"]["components"]
+        text = client.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['greenroom_requests_total{kind="image",outcome="completed"}']) == 1
+    assert float(values['greenroom_requests_total{kind="image",outcome="refused"}']) == 1
+    assert float(values['greenroom_copied_bytes_total{direction="to_device"}']) > 1_000_000
+    assert float(values['greenroom_copied_bytes_total{direction="from_device"}']) == 32 * 32 * 3
+    assert float(values["greenroom_pinned_bytes"]) == report["report"]["pinned"]
+    assert float(values["greenroom_steps_total"]) == 3
+    assert float(values['greenroom_phase_seconds_count{phase="denoise"}']) == 1
+
+
+def test_the_server_stops_with_requests_in_flight(emu: Any) -> None:
+    omni = Omni(checkpoint_path(), device="emu", **STRATEGIES["layer"])
+    statuses: list[int] = []
+    with serving(omni, ServerSettings(shutdown_timeout=2)) as live:
+
+        def post() -> None:
+            with live.client() as client:
+                try:
+                    statuses.append(client.post(ROUTE, json={**BODY, "num_inference_steps": 200}).status_code)
+                except httpx.TransportError:
+                    statuses.append(0)
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        until(lambda: omni.status.running is not None)
+    thread.join(30)
+    assert not thread.is_alive() and not omni._worker.thread.is_alive()
+    assert len(statuses) == 1
