@@ -68,7 +68,9 @@ async def _answer(
 ) -> Response:
     if inputs and not await asyncio.to_thread(_takes, context, inputs):
         raise ApiError(400, "image: this model draws from text and takes no picture", param="image")
-    job = context.submit(kind, words, inputs, num_outputs_per_prompt=words.n)
+    # A picture of a video model is a video of one frame.
+    more = {"num_frames": 1} if context.omni.makes_videos else {}
+    job = context.submit(kind, words, inputs, num_outputs_per_prompt=words.n, **more)
     if words.stream:
         return StreamingResponse(_stream(context, kind, words, job), media_type="text/event-stream")
     result = await context.result(kind, job, http)

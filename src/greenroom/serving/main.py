@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 
 import uvicorn
@@ -27,7 +29,11 @@ def run(
         server.run(sockets=[listener])
     finally:
         listener.close()
-        omni.shutdown(timeout_s=settings.shutdown_timeout)
+        if not omni.shutdown(timeout_s=settings.shutdown_timeout):
+            # A step that outlasts the limit cannot be interrupted, and must not keep the process either.
+            logging.getLogger("greenroom.serving").warning("the running step did not end in time; leaving without it")
+            logging.shutdown()
+            os._exit(1)
 
 
 def make_server(

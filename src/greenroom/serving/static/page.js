@@ -164,7 +164,7 @@ function drawComponents(components) {
     const all = [...component.others, ...component.blocks];
     const there = all.reduce((n, b) => n + (b.at === "host" ? 0 : b.bytes), 0);
     element.querySelector(".note").textContent =
-      `${component.placement} · ${bytes(there)} of ${bytes(component.bytes)} on the device`;
+      `${component.placement} · ${bytes(Math.min(there, component.bytes))} of ${bytes(component.bytes)} on the device`;
     const row = element.querySelector(".blocks");
     while (row.childElementCount < all.length) row.append(document.createElement("i"));
     all.forEach((block, k) => {
@@ -187,7 +187,7 @@ function drawMemory(live) {
   context.strokeStyle = color("--fixed");
   context.beginPath();
   for (const point of state.history) {
-    const x = width - ((live.now - point.now) / 60) * width;
+    const x = width - ((live.now - point.now) / 30) * width;
     const y = height - (point.allocated / scale) * height;
     context.lineTo(x, y);
   }
@@ -230,7 +230,7 @@ async function look() {
     state.since = live.last_event;
     state.events = [...state.events, ...live.events].slice(-2000);
     state.history.push({ now: live.now, allocated: live.allocated });
-    state.history = state.history.filter((h) => live.now - h.now < 60);
+    state.history = state.history.filter((h) => live.now - h.now < 30);
     drawComponents(live.components);
     drawMemory(live);
     drawLanes();

@@ -1,0 +1,118 @@
+"""Random requests after the server's own OpenAPI schema: refused or served, never a 500."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from conftest import Live
+
+schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+
+# Restarting and sleeping are for operators; a sleeping server keeps every request waiting.
+_SKIPPED = ("/v1/sleep", "/v1/restart", "/v1/offload/memory")
+_QUIET = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": (Phase.generate,),
+    "derandomize": True,
+    "database": None,
+}
+
+
+def operations(live: Live) -> list[Any]:
+    schema = schemathesis.openapi.from_dict(live.app.openapi())
+    return [result.ok() for result in schema.get_all_operations() if result.ok().path not in _SKIPPED]
+
+
+def calm(body: Any) -> Any:
+    """The same request with little to compute, where it would be accepted at all."""
+    if isinstance(body, dict):
+        for name, most in (("num_inference_steps", 2), ("num_frames", 5), ("n", 1), ("height", 64), ("width", 64)):
+            value = body.get(name)
+            if isinstance(value, int) and value > most and random.Random(value).random() < 0.9:
+                body[name] = most
+        if "size" not in body and not {"width", "height"} & set(body):
+            body["size"] = "32x32"
+        body.setdefault("num_inference_steps", 2)
+        if "fps" in body or "seconds" in body:
+            body.setdefault("num_frames", 5)
+    return body
+
+
+def hammer(live: Live, examples: int) -> dict[int, int]:
+    """Sends `examples` random cases to each route; returns how often each status came."""
+    statuses: dict[int, int] = {}
+    with live.client() as client:
+        for operation in operations(live):
+
+            @settings(max_examples=examples, **_QUIET)  # type: ignore[arg-type]
+            @given(case=operation.as_strategy())
+            def one(case: Any) -> None:
+                case.body = calm(case.body)
+                answer = case.call(base_url=live.url)
+                statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+                assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+                if answer.status_code >= 400:
+                    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+            one()
+        assert client.get("/health").status_code == 200
+    return statuses
+
+
+def test_no_500_for_pictures(live: Live) -> None:
+    statuses = hammer(live, 12)
+    assert 200 in statuses and 400 in statuses
+
+
+def test_no_500_for_videos(start: Any) -> None:
+    statuses = hammer(start("wan22_t2v", "layer"), 8)
+    assert 200 in statuses and 400 in statuses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["demo", "wan22_t2v", "qwen_image"])
+def test_no_500_in_many(start: Any, model: str) -> None:
+    hammer(start(model, "layer"), 150)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+_FIELDS = ("prompt", "seed", "size", "n", "num_inference_steps", "guidance_scale", "negative_prompt", "true_cfg_scale")
+
+
+@settings(max_examples=150, **_QUIET)  # type: ignore[arg-type]
+@given(
+    body=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4), route=st.sampled_from(("generations", "edits"))
+)
+def _any_json(live: Live, body: dict[str, Any], route: str) -> None:
+    import json
+
+    with live.client() as client:
+        words = calm(dict(body))
+        answer = client.post(f"/v1/images/{route}", content=json.dumps(words, ensure_ascii=True).encode())
+        assert answer.status_code < 500, (words, answer.text)
+
+
+def test_no_500_for_any_json(live: Live) -> None:
+    _any_json(live)
+
+
+def test_the_schema_describes_every_route(live: Live) -> None:
+    paths = live.app.openapi()["paths"]
+    for path in (
+        "/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/videos/{video_id}",
+        "/v1/videos/{video_id}/content", "/v1/models", "/health", "/metrics", "/v1/offload", "/v1/offload/memory",
+        "/v1/sleep", "/v1/wake", "/v1/restart",
+    ):  # fmt: skip
+        assert path in paths
+    fields = live.app.openapi()["components"]["schemas"]["ImageGeneration"]["properties"]
+    assert {"prompt", "seed", "num_inference_steps", "negative_prompt", "true_cfg_scale", "size"} <= set(fields)
