@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bench import offloaders as o
-from bench.clock import DEVICE, Bench, emu
+from bench.clock import DEVICE, Bench, emu, start
 from bench.report import INK, Result, Table, mb, tidy, yes
 from bench.subjects import quieten, wan
 
@@ -32,22 +32,22 @@ def run(quick: bool = False) -> Result:
         "diffusers group, block, stream": o.group_offload("block_level", stream=True),
         "diffusers group, leaf, stream, record_stream": o.group_offload("leaf_level", stream=True, record=True),
     }
-    emu.reset()
+    start(races=quick, poison=quick)
     seconds: dict[str, list[float]] = {name: [] for name in offloaders}
     latents: dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack, torch.no_grad():
         benches = {n: Bench(subject, stack.enter_context(off(subject, DEVICE))) for n, off in offloaders.items()}
-        start = subject.latent.to(DEVICE)
-        compute = min(_time(benches["resident"], start, 1)[0] for _ in range(3))
+        latent = subject.latent.to(DEVICE)
+        compute = min(_time(benches["resident"], latent, 1)[0] for _ in range(3))
         emu.set_bandwidth(sum(subject.block_bytes()) / compute / RATIO)
         for bench in benches.values():  # to warm up
-            _time(bench, start, 1)
+            _time(bench, latent, 1)
         for _ in range(rounds):  # in turn, so that whatever else this machine does falls on all alike
             for name, bench in benches.items():
-                taken, latents[name] = _time(bench, start, forwards)
+                taken, latents[name] = _time(bench, latent, forwards)
                 seconds[name].append(taken)
         del benches
-    emu.reset()
+    start()
     gc.collect()
 
     base = min(seconds["resident"])
@@ -101,11 +101,11 @@ def run(quick: bool = False) -> Result:
     )
 
 
-def _time(bench: Bench, start: torch.Tensor, forwards: int) -> tuple[float, torch.Tensor]:
+def _time(bench: Bench, latent: torch.Tensor, forwards: int) -> tuple[float, torch.Tensor]:
     """Seconds a forward, and the last latent on the CPU."""
     emu.synchronize()
     began = time.perf_counter()
-    latent = bench.call(forwards, start)
+    latent = bench.call(forwards, latent)
     emu.synchronize()
     return (time.perf_counter() - began) / forwards, latent.cpu()
 

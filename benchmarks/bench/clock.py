@@ -65,6 +65,13 @@ class Sample:
         return max(compute, self.copied / bandwidth)
 
 
+def start(*, races: bool = False, poison: bool = False) -> None:
+    """Puts the emulator in its first state, with the checks that are asked for."""
+    emu.reset()
+    emu.set_race_check("collect" if races else "off")
+    emu.set_poison(poison)
+
+
 def virtual(cost: CostModel, bandwidth: float = 0.0) -> None:
     """Switches to the virtual clock, with a link of `bandwidth` bytes a second (0: unlimited)."""
     emu.set_virtual_time(
