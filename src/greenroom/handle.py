@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from greenroom.config import OffloadConfig
+from greenroom.discovery import DIT
 from greenroom.errors import OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
@@ -43,6 +44,29 @@ class ComponentReport:
 
 
 @dataclass(frozen=True)
+class StepReport:
+    """One forward of a DiT in the steady state; seconds on the device's clock.
+
+    Attributes:
+        name: the component.
+        predicted: what the plan expects.
+        bound: what no schedule beats: the larger of computing and copying.
+        measured: the latest timed forward.
+        compute: of it, computing.
+        stall: of it, waiting for copies.
+        bus_idle: share of it in which nothing was copied.
+    """
+
+    name: str
+    predicted: float
+    bound: float
+    measured: float
+    compute: float
+    stall: float
+    bus_idle: float
+
+
+@dataclass(frozen=True)
 class Report:
     """What an offload keeps where; all figures in bytes.
 
@@ -56,6 +80,12 @@ class Report:
         device_weights: the most device bytes that weights take at any one time, activations not counted.
         copied: bytes copied to the device since the offload was enabled.
         misses: blocks that were needed before they had been fetched.
+        why: how the strategy was chosen.
+        budget: device bytes to keep within, None without a budget. The fields below are filled with a budget only.
+        predicted_peak: device bytes at the peak of a call, None before a call was measured.
+        peak: device bytes at the highest peak that was measured.
+        out_of_memory: how often a component ran out of memory and was run again with less on the device.
+        steps: for each DiT whose forward was timed, what was predicted and measured.
     """
 
     strategy: str
@@ -67,6 +97,12 @@ class Report:
     device_weights: int
     copied: int
     misses: int
+    why: str = ""
+    budget: int | None = None
+    predicted_peak: int | None = None
+    peak: int = 0
+    out_of_memory: int = 0
+    steps: tuple[StepReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain JSON types."""
@@ -84,6 +120,19 @@ class Report:
                 f"  {c.name:<24} {c.role:<14} {c.placement:<9} {format_bytes(c.weights):>10}, "
                 f"{format_bytes(c.resident)} resident, {format_bytes(c.moved)} moved a pass{blocks}"
             )
+        if self.budget is not None:
+            predicted = "not yet known" if self.predicted_peak is None else format_bytes(self.predicted_peak)
+            lines.append(
+                f"  budget {format_bytes(self.budget)}: peak {predicted} predicted, {format_bytes(self.peak)} measured"
+                + (f", ran out of memory {self.out_of_memory} times" if self.out_of_memory else "")
+            )
+        for s in self.steps:
+            lines.append(
+                f"  {s.name}: a forward takes {_ms(s.measured)} measured, {_ms(s.predicted)} predicted, "
+                f"{_ms(s.bound)} at best; {_ms(s.stall)} of it waiting for copies, the bus idle {s.bus_idle:.0%} of it"
+            )
+        if self.why:
+            lines.append(f"  {self.why}")
         return "\n".join(lines)
 
 
@@ -234,7 +283,46 @@ def report_of(runtime: Runtime) -> Report:
         device_weights=always + max(phases.values(), default=0) + companions,
         copied=runtime.copier.copied_bytes,
         misses=sum(stream.misses for stream in runtime.streams),
+        **_kept(runtime),
     )
+
+
+def _kept(runtime: Runtime) -> dict[str, Any]:
+    """What only an offload with a budget knows."""
+    keeper = runtime.keeper
+    if not isinstance(keeper, MemoryKeeper):
+        return {"why": "chosen by the configuration"}
+    steps = []
+    for part in runtime.parts:
+        timing = keeper.observed[part.name].timing
+        plan = keeper.plan.component(part.name) if keeper.plan is not None else None
+        if part.role != DIT or timing is None or plan is None:
+            continue
+        compute = sum(timing.block_s) + timing.other_s
+        copying = sum(seconds for _, seconds in timing.copies)
+        steps.append(
+            StepReport(
+                name=part.name,
+                predicted=plan.step_s,
+                bound=plan.bound_s,
+                measured=timing.forward_s,
+                compute=compute,
+                stall=max(0.0, timing.forward_s - compute),
+                bus_idle=max(0.0, 1 - copying / timing.forward_s) if timing.forward_s else 1.0,
+            )
+        )
+    return {
+        "why": keeper.plan.why if keeper.plan is not None else "as little as possible until a call was measured",
+        "budget": keeper.budget,
+        "predicted_peak": keeper.plan.peak_bytes if keeper.plan is not None and keeper.measured else None,
+        "peak": keeper.peak_so_far(),
+        "out_of_memory": keeper.out_of_memory,
+        "steps": tuple(steps),
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 __all__ = ["ComponentReport", "Handle", "Report"]

@@ -22,6 +22,7 @@ from greenroom import discovery
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.errors import ConfigError
+from greenroom.estimate import estimate_call
 from greenroom.memory import Memory, format_bytes
 from greenroom.residency import Block, BudgetTooSmall, PipelineModel, Plan, TransferCurve, choose, plan_call
 from greenroom.residency import Component as Numbers
@@ -41,8 +42,8 @@ _UNMEASURED = TransferCurve(0.0, 10e9)
 _GUESSED_FORWARDS = 30
 # Each time that a part runs out of memory it is given this much more room.
 _STEP_DOWN = 1.2
-# Forwards of one shape that are measured: the second still holds what the first gave.
-_MEASURED_FORWARDS = 2
+# Forwards of one shape that are measured. Those of a DiT follow each other: the second holds what the first gave.
+_MEASURED = {discovery.DIT: 2}
 
 Signature = tuple[str, int, tuple[Any, ...]]
 
@@ -90,7 +91,12 @@ class MemoryKeeper:
         self.plan: Plan | None = None
         self.peak = 0
         self.observed: dict[str, Observed] = {}
+        self.out_of_memory = 0
+        """How often a component ran out of memory and was run again."""
         self._sequence: list[Part] = []
+        self._inputs: Any = None  # of the component that is at work
+        self._warned = False
+        self._recovering = False
         self._measured: Signature | None = None
         self._probe: Probe | None = None
         self._careful = True
@@ -106,7 +112,7 @@ class MemoryKeeper:
         """
         self.observed = {part.name: Observed() for part in runtime.parts}
         self._careful = False
-        plan = self._plan(runtime, self.budget)
+        plan = self._plan(runtime)
         weights = sum(u.nbytes for part in runtime.parts for u in part.units)
         if weights <= _SURELY_FITS * self.budget:
             self.plan = plan
@@ -114,11 +120,16 @@ class MemoryKeeper:
         self._careful = True
         return self._least(runtime)
 
-    def _plan(self, runtime: Runtime, budget: int) -> Plan:
+    def _plan(self, runtime: Runtime) -> Plan:
         try:
-            return plan_call(self._model(runtime), budget, self.curve or _UNMEASURED)
+            return plan_call(self._model(runtime), self.limit(), self.curve or _UNMEASURED)
         except BudgetTooSmall as error:
-            raise too_small(budget, error) from error
+            raise too_small(self.budget, error) from error
+
+    def limit(self) -> int:
+        """Bytes that may be used: the budget, or what the device has where that is less by now."""
+        free, _ = self.accelerator.free_and_total()
+        return min(self.budget, self.accelerator.allocated() + free)
 
     def _model(self, runtime: Runtime) -> PipelineModel:
         components = []
@@ -206,10 +217,12 @@ class MemoryKeeper:
     def _replan(self, runtime: Runtime) -> None:
         """The best layout for all that is known by now; a budget that turned out too small keeps the least."""
         try:
-            plan = self._plan(runtime, self.budget)
+            plan = self._plan(runtime)
         except ConfigError as error:
             self.plan = None
-            warnings.warn(f"the budget is too small for what was measured: {error}", stacklevel=2)
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"the budget is too small for what the last call needed: {error}", stacklevel=2)
             layout = self._least(runtime, 1)
         else:
             self.plan = plan
@@ -226,16 +239,15 @@ class MemoryKeeper:
         old = self.budget
         self.budget = _resolve(memory, self.accelerator, runtime.device_bytes())
         try:
-            plan = self._plan(runtime, self.budget)
+            plan = self._plan(runtime)
         except ConfigError:
             self.budget = old
             raise
-        measured = any(seen.activations for seen in self.observed.values())
-        self.plan = plan if measured else None
+        self.plan = plan if self.measured else None
         if self.curve is None:  # everything was resident so far: the first copies are to be timed
             for seen in self.observed.values():
                 seen.forwards.clear()
-        runtime.apply(self._layout(runtime, plan) if measured else self.first_layout(runtime))
+        runtime.apply(self._layout(runtime, plan) if self.measured else self.first_layout(runtime))
 
     # ------------------------------------------------------------------ watching
 
@@ -243,9 +255,10 @@ class MemoryKeeper:
         if door == "child" or len(runtime.occupancy.inside) > 1:
             return
         self._sequence.append(part)
+        self._inputs = (door, inputs)
         signature = _signature(door, inputs)
         seen = self.observed[part.name]
-        fresh = seen.forwards.get(signature, 0) < _MEASURED_FORWARDS
+        fresh = seen.forwards.get(signature, 0) < _MEASURED.get(part.role, 1)
         self._measured = signature if fresh else None
         if signature not in seen.activations and seen.activations:
             likely = _scaled(seen.activations, signature)
@@ -265,18 +278,23 @@ class MemoryKeeper:
             )
 
     def left(self, runtime: Runtime, part: Part, door: str, failed: bool) -> None:
-        if len(runtime.occupancy.inside) > 0 or self._measured is None:
+        if len(runtime.occupancy.inside) > 0:
+            return
+        self._inputs = None
+        if self._measured is None:
             return
         signature, self._measured = self._measured, None
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.stop()
         if failed:
+            self._recovering = False
             return
         seen = self.observed[part.name]
         self._note_peak()
         beside = max(0, self.accelerator.peak() - runtime.device_bytes())
-        seen.activations[signature] = max(beside, seen.activations.get(signature, 0))
+        known = 0 if self._recovering else seen.activations.get(signature, 0)
+        seen.activations[signature] = max(beside, known)
         count = seen.forwards[signature] = seen.forwards.get(signature, 0) + 1
         seen.assumed = 0
         self._learned = True
@@ -285,7 +303,10 @@ class MemoryKeeper:
             copies = [c for s in self.observed.values() if s.timing is not None for c in s.timing.copies]
             if copies:
                 self.curve = _fit(copies) or self.curve
-        if self._careful and part.role == discovery.DIT and count == _MEASURED_FORWARDS:
+        if self._recovering:
+            self._recovering = False
+            self._replan(runtime)
+        elif self._careful and part.role == discovery.DIT and count == _MEASURED[discovery.DIT]:
             self._fill(runtime, part)
 
     def _fill(self, runtime: Runtime, part: Part) -> None:
@@ -328,6 +349,15 @@ class MemoryKeeper:
             self._learned = self._careful = False
             self._replan(runtime)
 
+    @property
+    def measured(self) -> bool:
+        return any(seen.activations for seen in self.observed.values())
+
+    def peak_so_far(self) -> int:
+        """The most device bytes that were allocated, as far as it was seen."""
+        self._note_peak()
+        return self.peak
+
     def _note_peak(self) -> None:
         self.peak = max(self.peak, self.accelerator.peak())
 
@@ -339,6 +369,7 @@ class MemoryKeeper:
         Raises:
             torch.OutOfMemoryError: nothing is left to give; the message has the plan.
         """
+        self.out_of_memory += 1
         seen = self.observed[part.name]
         if self._probe is not None:
             self._probe.stop()
@@ -346,8 +377,7 @@ class MemoryKeeper:
         least = self._least(runtime, 1)
         while True:
             self.accelerator.empty_cache()
-            free, _ = self.accelerator.free_and_total()
-            limit = min(self.budget, self.accelerator.allocated() + free)
+            limit = self.limit()
             room = limit - self._weights(runtime, runtime.layout)
             seen.assumed = int(max(room, seen.need) * _STEP_DOWN) + 1
             exhausted = runtime.layout == least
@@ -363,17 +393,35 @@ class MemoryKeeper:
             except torch.OutOfMemoryError as again:
                 error = again.with_traceback(None)
         # The attempt that follows is the one to measure.
-        if self._measured is None:
-            self._measured = next(iter(reversed(seen.activations)), None)
+        if self._measured is None and self._inputs is not None:
+            self._measured = _signature(*self._inputs)
+        self._recovering = True
+        self._note_peak()
         self.accelerator.reset_peak()
 
     def _exhausted(self, runtime: Runtime, part: Part, room: int) -> str:
         weights = self._weights(runtime, runtime.layout)
+        with runtime.aside(part):
+            beside = max(0, self.accelerator.allocated() - runtime.device_bytes())
+            smallest = int((weights + beside + self._estimate(runtime, part, room)) / (1 - _MARGIN)) + 1
         return (
-            f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes): "
-            f"with nothing left to give, {format_bytes(weights)} of weights are on the device and its activations "
-            f"need more than the {format_bytes(max(room, 0))} beside them.\n{describe(runtime)}"
+            f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes); "
+            f"accepted: at least {smallest} bytes ({format_bytes(smallest)}, estimated). With nothing left to give, "
+            f"{format_bytes(weights)} of weights are on the device and its activations need more than the "
+            f"{format_bytes(max(room, 0))} beside them.\n{describe(runtime)}"
         )
+
+    def _estimate(self, runtime: Runtime, part: Part, room: int) -> int:
+        """Bytes of activations that should do for the call that has just failed."""
+        upper = 0
+        module = runtime.module(part)
+        if module is not None and self._inputs is not None:
+            door, (args, kwargs) = self._inputs
+            try:
+                upper = estimate_call(module, getattr(type(module), door), args, kwargs).upper
+            except Exception:  # it looks at values, so it cannot be run without them
+                upper = 2 * max(room, 1)
+        return max(upper, int(room * _STEP_DOWN))
 
 
 _ENCODERS = (discovery.TEXT_ENCODER, discovery.IMAGE_ENCODER)

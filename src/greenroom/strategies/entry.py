@@ -101,6 +101,7 @@ class Door:
             then run again from the same inputs. It raises when there is no more to give.
         on_call: called when a pipeline asks where to compute, as it does when a call begins.
         children: also guard the component's children, for pipelines that call them directly.
+        unwatched: children not to guard.
         methods: further methods to guard, beside those whose names say that they compute.
     """
 
@@ -116,6 +117,7 @@ class Door:
         on_out_of_memory: Callable[[torch.OutOfMemoryError], None] | None = None,
         on_call: Callable[[], None] | None = None,
         children: bool = False,
+        unwatched: Sequence[nn.Module] = (),
         methods: Sequence[str] = (),
     ) -> None:
         self.module = weakref.ref(module)
@@ -132,9 +134,9 @@ class Door:
         self._under_forward: Any = None
         self._had_hook = "_hf_hook" in module.__dict__
         self._old_hook = module.__dict__.get("_hf_hook")
-        self._install(module, children, methods)
+        self._install(module, children, {id(m) for m in unwatched}, methods)
 
-    def _install(self, module: nn.Module, children: bool, methods: Sequence[str]) -> None:
+    def _install(self, module: nn.Module, children: bool, unwatched: set[int], methods: Sequence[str]) -> None:
         self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
         for name in sorted({*_computing_methods(type(module)), *methods}):
@@ -142,7 +144,7 @@ class Door:
         if self.on_out_of_memory is not None:
             self._retry_forward(module)
         if children:
-            for child in _callable_children(module):
+            for child in (c for c in _callable_children(module) if id(c) not in unwatched):
                 self._handles.append(
                     child.register_forward_pre_hook(self._before_child, prepend=True, with_kwargs=True)
                 )

@@ -19,6 +19,7 @@ from torch import nn
 
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
+from greenroom.discovery import DIT
 from greenroom.host import HostUnit, module_tensors
 from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.entry import Door, Occupancy
@@ -163,6 +164,8 @@ class Runtime:
             on_out_of_memory=functools.partial(self._shrink, part) if self.keeper else None,
             on_call=self.call_begins,
             children=component.placement != STREAM,
+            # A DiT that stays should run as if nobody watched.
+            unwatched=[b.module for b in component.blocks] if component.role == DIT else (),
             methods=sorted(part.hold),
         )
         self._undo.callback(door.remove)
@@ -384,6 +387,19 @@ class Runtime:
                 unit.write_back()
             for stream in self.streams:
                 stream.forget()
+
+    def module(self, part: Part) -> nn.Module | None:
+        return self._modules[part.name]()
+
+    @contextlib.contextmanager
+    def aside(self, part: Part) -> Iterator[None]:
+        """Inside the block, `part` is off the device and without hooks on its blocks; it comes in when it is used."""
+        self._unhook_blocks(part)
+        self._take_out(part)
+        try:
+            yield
+        finally:
+            self._give_stream(part)
 
     def block_modules(self, part: Part) -> list[nn.Module | None]:
         """The modules of a part's blocks, None for one that is gone."""
