@@ -109,6 +109,43 @@ def generate(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
+    memory_budget: Annotated[
+        str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
+    ] = None,
+    variant: Annotated[str | None, typer.Option(help='Weights of a variant, such as "fp16".')] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Says what each strategy would keep on the device and move, without reading a weight."""
+    import json
+    from dataclasses import asdict
+
+    from greenroom.accelerator import Accelerator
+    from greenroom.loading import load_checkpoint
+    from greenroom.loading.plan import describe, plan_pipeline
+    from greenroom.memory import Memory
+
+    try:
+        budget = None if memory_budget is None else Memory.parse(memory_budget, "memory_budget")
+        total = Accelerator.of(None).free_and_total()[1] if budget is not None and budget.bytes is None else 0
+        loaded = load_checkpoint(model, variant=variant, revision=revision, trust_remote_code=trust_remote_code)
+        planned = plan_pipeline(loaded.pipeline, budget.resolve(total) if budget is not None else None)
+    except (GreenroomError, OSError) as error:
+        raise _fail(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps({**asdict(planned), "loading": loaded.report.to_dict()}))
+        return
+    console.print(describe(planned), highlight=False, soft_wrap=True)
+    for name, why in loaded.report.fallbacks.items():
+        console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def serve(
     model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
     omni: Annotated[bool, typer.Option("--omni", help="Accepted; every model is served this way.")] = True,

@@ -254,9 +254,12 @@ class Omni:
         )
 
         def change() -> Report | None:
-            if self._asleep:
+            if self._asleep or self._handle is None:
                 raise OffloadError("the engine sleeps; wake it first")
-            self._place(renewed)
+            if config.memory_budget is not None or config.mode == "auto":
+                self._handle.set_memory(memory_budget)  # blocks move out or in, nothing is loaded anew
+            else:
+                self._place(renewed)
             self._config = renewed
             return self.report()
 

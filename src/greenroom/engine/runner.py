@@ -59,7 +59,9 @@ class Runner:
         except torch.OutOfMemoryError as error:
             _forget_frames(error)
             self.accelerator.empty_cache()
-            raise DoesNotFit(self._what_fits(job, str(error))) from None
+            told = str(error)
+            # A budget's own refusal says what would do; a device's says only that it is full.
+            raise DoesNotFit(told if "memory budget" in told else self._what_fits(job)) from None
 
     def _attempt(self, job: Job, retries: int) -> OmniResult:
         request = job.request
@@ -102,7 +104,8 @@ class Runner:
             seed=seed,
             bytes_to_device=after.copied - before.copied if before and after else 0,
             stalls=after.misses - before.misses if before and after else 0,
-            peak_bytes=self.accelerator.peak(),
+            # A budget measures between components and starts its peaks anew; it keeps the highest itself.
+            peak_bytes=max(self.accelerator.peak(), after.peak if after else 0),
             retries=retries,
         )
         images, videos, audio = _outputs(output)
@@ -116,7 +119,7 @@ class Runner:
         if size > self._largest[0]:
             self._largest = (size, words)
 
-    def _what_fits(self, job: Job, error: str) -> str:
+    def _what_fits(self, job: Job) -> str:
         params = job.request.params
         asked = {**self.recommended, **{k: v for k, v in vars(params).items() if v is not None}}
         free, total = self.accelerator.free_and_total()

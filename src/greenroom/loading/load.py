@@ -215,6 +215,9 @@ def _load_module(
         arguments["dtype"] = dtype
     if files.safetensors:
         arguments["use_safetensors"] = True
+    if cls.__module__.startswith("transformers."):
+        # It tells which tensors do not fit only when it is asked to go on; the answer is taken below.
+        arguments["ignore_mismatched_sizes"] = True
     shown = files.files[0] if len(files.files) == 1 else folder / files.name
     try:
         module, info = cls.from_pretrained(str(folder / files.name), **arguments)

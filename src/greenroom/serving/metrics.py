@@ -74,11 +74,8 @@ class _Gauges(Collector):
             yield _gauge("greenroom_resident_bytes", "Device memory that weights hold all the time.", resident)
             yield _gauge("greenroom_pinned_bytes", "Page-locked host memory.", report.pinned)
             yield _gauge("greenroom_pageable_bytes", "Host memory of weights that is not locked.", report.pageable)
-        config = self._omni.config
-        budget = config.memory_budget if config is not None else None
-        if budget is not None:
-            total = self._omni.accelerator.free_and_total()[1]
-            yield _gauge("greenroom_memory_budget_bytes", "The memory budget.", budget.resolve(total))
+            if report.budget is not None:
+                yield _gauge("greenroom_memory_budget_bytes", "The memory budget.", report.budget)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

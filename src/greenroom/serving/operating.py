@@ -63,12 +63,10 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/offload/live", tags=["operating"], summary="What lies on the device at this moment.")
     async def live(since: int = Query(0, ge=0)) -> dict[str, Any]:
-        config = omni.config
-        budget = config.memory_budget if config is not None else None
         snapshot = omni.live(since)
-        total = snapshot.get("total")
+        report = omni.report()
+        snapshot["budget"] = report.budget if report is not None else None
         status = omni.status
-        snapshot["budget"] = budget.resolve(total) if budget is not None and total else None
         snapshot["waiting"], snapshot["running"] = status.waiting, status.running
         return snapshot
 
