@@ -251,8 +251,7 @@ def report_of(runtime: Runtime) -> Report:
         blocks = [b for b in part.blocks if b.unit.tensors]
         streamed = part.streamed
         moved = sum(b.unit.nbytes for b in streamed)
-        added = sum(a.unit.nbytes for a in part.additions)
-        stays = added + part.rest.nbytes + sum(b.unit.nbytes for b in blocks) - moved
+        stays = part.other_bytes + sum(b.unit.nbytes for b in blocks) - moved
         if part.share.hold == "phase":
             phases[part.group] = phases.get(part.group, 0) + stays + part.share.arena_bytes
             resident = part.pinned_down.nbytes

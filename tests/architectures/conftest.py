@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 from collections.abc import Generator
 from pathlib import Path
@@ -22,6 +24,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         row = CELLS.setdefault(params["name"], {}).setdefault(params["way"], {})
         row[params["dtype"]] = "exact" if report.passed else "failed"
     return report
+
+
+@pytest.fixture
+def forgotten_models() -> None:
+    """Some models are kept alive, with tables on the device, by caches on their classes."""
+    for found in gc.get_objects():
+        if isinstance(found, functools._lru_cache_wrapper) and str(found.__module__).startswith("diffusers."):
+            found.cache_clear()
+    gc.collect()
 
 
 @pytest.fixture

@@ -73,3 +73,23 @@ def test_same_bits_within_the_plan(emu: ModuleType, matrix_cell: None, name: str
     handle.disable()
     gc.collect()
     assert emu.memory_allocated() - before <= expected.kept
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "way"), [(name, "budget at half") for name in testing.ARCHITECTURES])
+def test_same_bits_within_a_budget_for_half_the_weights(
+    emu: ModuleType, forgotten_models: None, matrix_cell: None, name: str, way: str, dtype: str
+) -> None:
+    expected = plain(name, dtype)
+    pipe = testing.build_pipeline(name, dtype=DTYPES[dtype])
+    gc.collect()
+    before = emu.memory_allocated()
+    budget = before + expected.weights // 2 + expected.activations + expected.kept
+    emu.set_capacity(budget)  # the device has no more: a call that needed more would fail
+    handle = greenroom.offload(pipe, memory=budget, device="emu")
+    for _ in range(3):
+        assert torch.equal(testing.run(pipe, name), expected.drawn)
+    assert handle.report().copied > 0
+    handle.disable()
+    gc.collect()
+    assert emu.memory_allocated() - before <= expected.kept

@@ -19,12 +19,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "layerwise with residents": {
         "config": {"mode": "layer", "components": ["dit"], "layer_options": {"dit": {"resident_layers": 2}}}
     },
+    "budget": {},
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def offload(pipe: Any, way: str) -> greenroom.Handle:
     words = dict(WAYS[way])
+    if way == "budget":
+        tensors = [t for c in modules(pipe) for t in (*c.parameters(), *c.buffers())]
+        words["memory"] = torch.emu.memory_allocated() + sum(t.nbytes for t in tensors) // 2 + 2**20
     config = words.get("config")
     components = getattr(pipe, "components", {})
     if config and not any(k.startswith("text_encoder") and v is not None for k, v in components.items()):

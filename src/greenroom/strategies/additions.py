@@ -69,22 +69,19 @@ def adapt(
     fresh = [t for t in tensors if id(t) not in had]
     homes: list[tuple[HostUnit, int]] = [(b.unit, b.index) for b in part.blocks]
     homes += [(part.rest, -1), (part.pinned_down, -2)]
-    in_turn, staying = [], []
     for unit, index in homes:
         mine = [t for t in fresh if owner.get(id(t), -1) == index]
         left = [t for t in unit.tensors if id(t) in present]
         if len(left) < len(unit.tensors) or unique_bytes(mine) > _HEAVY * unit.nbytes:
             _release(runtime, part, unit)
             runtime.adopt_again(unit, [*left, *mine])
-        elif part.share.hold == "phase" or (index >= 0 and index not in part.share.resident):
-            in_turn += mine
-        else:
-            staying += mine
-    runtime.add(part, "added, in turn", in_turn, stays=False)
-    runtime.add(part, "added", staying, stays=True)
+        elif mine:
+            runtime.add(part, mine, None if index < 0 else index)
     part.known = tensor_ids(module)
     part.nbytes = unique_bytes(tensors)
     runtime.widen_ring()
+    if runtime.keeper is not None:
+        runtime.keeper.changed(runtime)
 
 
 def _release(runtime: Runtime, part: Part, unit: HostUnit) -> None:

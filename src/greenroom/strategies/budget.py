@@ -145,7 +145,7 @@ class MemoryKeeper:
                 Numbers(
                     name=part.name,
                     role=_ROLES.get(part.role, "other"),
-                    other_bytes=part.rest.nbytes,
+                    other_bytes=part.other_bytes,
                     blocks=blocks,
                     calls=seen.calls or (_GUESSED_FORWARDS if part.role == discovery.DIT else 1),
                     loads=seen.loads,
@@ -205,7 +205,7 @@ class MemoryKeeper:
         phases: dict[str, int] = {}
         for part in runtime.parts:
             share = layout.shares[part.name]
-            held = part.rest.nbytes + share.arena_bytes
+            held = part.other_bytes + share.arena_bytes
             held += sum(b.unit.nbytes for b in part.blocks if b.index in share.resident)
             always += part.pinned_down.nbytes
             if share.hold == "always":
@@ -229,6 +229,11 @@ class MemoryKeeper:
             layout = self._layout(runtime, plan)
         if layout != runtime.layout:
             runtime.apply(layout)
+
+    def changed(self, runtime: Runtime) -> None:
+        """Adapters came or went, or weights were replaced by others of another size."""
+        if any(seen.activations for seen in self.observed.values()):
+            self._replan(runtime)
 
     def set_budget(self, runtime: Runtime, memory: Memory | None) -> None:
         """Another budget from now on; blocks move out or in, nothing is loaded anew.

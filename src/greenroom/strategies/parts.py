@@ -20,12 +20,12 @@ class Addition:
     """Tensors that came to a component after it was cut.
 
     Attributes:
-        stays: they are on the device always, as what they were added to is; else only while the part is at work.
+        block: index of the block that they were added to, None outside the blocks.
         copies: their device copy, while there is one.
     """
 
     unit: HostUnit
-    stays: bool
+    block: int | None
     copies: list[DeviceCopy] = field(default_factory=list)
 
 
@@ -82,6 +82,17 @@ class Part:
     def cut_units(self) -> list[HostUnit]:
         """The units that the component was cut into, without what was added later."""
         return [*(b.unit for b in self.blocks), self.rest, self.pinned_down]
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes that are on the device while the part is there, beside its blocks."""
+        return self.rest.nbytes + sum(a.unit.nbytes for a in self.additions)
+
+    def stays(self, addition: Addition) -> bool:
+        """Whether an addition is on the device between two calls, as what it was added to is."""
+        if self.share.hold != "always":
+            return False
+        return addition.block is None or addition.block in self.share.resident
 
     @property
     def placement(self) -> str:

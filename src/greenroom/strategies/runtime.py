@@ -51,6 +51,9 @@ class Keeper(Protocol):
 
     def call_ended(self, runtime: Runtime) -> None: ...
 
+    def changed(self, runtime: Runtime) -> None:
+        """After parts were cut again or added to."""
+
 
 class Runtime:
     """An enabled offload. Its hooks keep it alive; it keeps no module alive.
@@ -228,6 +231,8 @@ class Runtime:
             self.copier.unfix([b for b in part.blocks if b.index not in share.resident], thorough=was.hold == "always")
             self._give_stream(part)
             working = any(part is owner for owner in at_work)
+            if not working:
+                self._drop_additions(part)
             if share.hold == "phase" and not working and (was.hold == "always" or not part.present):
                 self._take_out(part)
             part.present = False
@@ -285,7 +290,7 @@ class Runtime:
         if part.stream is not None and part.stream is not self.stream and part.stream.arena is None:
             part.stream.open(part.share.arena_bytes)
         self.copier.fix([b for b in part.blocks if b.index in part.share.resident and b.unit.tensors])
-        self._bring_additions(part)
+        self._bring_additions(part, working=False)
         part.present = True
 
     def _take_out(self, part: Part) -> None:
@@ -314,15 +319,18 @@ class Runtime:
         self._notice(part)
         if self.keeper is not None:
             self.keeper.entering(self, part, door, inputs)
-        while not part.present:
+        if self.keeper is not None and part.share.hold == "always":
+            self._make_room(part)  # its activations need the room that its weights do not
+        while not part.present or any(not a.copies for a in part.additions):
             try:
-                self._make_room(part)
-                self._bring_in(part)
+                if not part.present:
+                    self._make_room(part)
+                    self._bring_in(part)
+                self._bring_additions(part, working=True)
             except torch.OutOfMemoryError as error:
                 if self.keeper is None:
                     raise
                 self._shrink(part, error)
-        self._bring_additions(part)
         if self.keeper is not None:
             self.keeper.entered(self, part, door)
         if part.track is not None and part.stream is not None:
@@ -446,12 +454,12 @@ class Runtime:
                 self.unpinned_bytes -= unit.nbytes
         unit.restore()
 
-    def add(self, part: Part, name: str, tensors: Sequence[torch.Tensor], *, stays: bool) -> None:
+    def add(self, part: Part, tensors: Sequence[torch.Tensor], block: int | None) -> None:
         """Takes over tensors that came to `part` later; see `Addition`."""
-        if tensors:
-            addition = Addition(HostUnit(f"{part.name} ({name})", tensors), stays)
-            self._adopt(addition.unit)
-            part.additions.append(addition)
+        where = part.rest.name if block is None else part.blocks[block].unit.name
+        addition = Addition(HostUnit(f"{where}, added", tensors), block)
+        self._adopt(addition.unit)
+        part.additions.append(addition)
 
     def drop_all_additions(self, part: Part) -> None:
         """Gives what was added to `part` back its own memory."""
@@ -470,15 +478,17 @@ class Runtime:
         for part in self.parts:
             self.drop_all_additions(part)
 
-    def _bring_additions(self, part: Part) -> None:
-        for addition in part.additions:
-            if not addition.copies:
-                addition.copies = self.copier.load([addition.unit])
+    def _bring_additions(self, part: Part, *, working: bool) -> None:
+        absent = [a for a in part.additions if not a.copies and (working or part.stays(a))]
+        if not absent:
+            return
+        for addition, copy in zip(absent, self.copier.load([a.unit for a in absent]), strict=True):
+            addition.copies.append(copy)
 
     def _drop_additions(self, part: Part) -> None:
         """Between two calls an adapter is where the weights are that it may be fused into."""
         for addition in part.additions:
-            if not addition.stays:
+            if not part.stays(addition):
                 self.copier.drop(addition.copies)
 
     def _prime(self, stream: BlockStream) -> None:
