@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,7 @@ from greenroom.discovery import DIT
 from greenroom.errors import OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
+from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime
 
 
@@ -198,6 +201,53 @@ class Handle:
             if runtime.occupancy.busy():
                 raise OffloadError("disable() was called from inside a component; call it between two calls")
             release(self._pipeline(), runtime)
+
+    def record(self) -> None:
+        """Times the next forward of every component, for `timeline` and `plot`."""
+        self._enabled_runtime().time_next_forwards()
+
+    def timeline(self, path: str | Path | None = None) -> dict[str, Any]:
+        """The latest timed forward of each component, as a trace for chrome://tracing or Perfetto.
+
+        With a memory budget the first forwards are timed anyway; `record` times the next ones.
+
+        Args:
+            path: where to write it as JSON, if anywhere.
+
+        Returns:
+            The trace as a dictionary; times are in microseconds on the device's clock.
+
+        Raises:
+            OffloadError: no forward was timed yet.
+        """
+        from greenroom.telemetry.trace import chrome_trace
+
+        trace = chrome_trace(self._timings())
+        if path is not None:
+            Path(path).write_text(json.dumps(trace))
+        return trace
+
+    def plot(self, path: str | Path) -> None:
+        """Draws what `timeline` has: copies and computation side by side, and device memory over time.
+
+        Args:
+            path: the picture to write; its ending chooses the format.
+
+        Raises:
+            OffloadError: no forward was timed yet.
+        """
+        from greenroom.telemetry.plot import plot_timings
+
+        runtime = self._enabled_runtime()
+        keeper = runtime.keeper
+        budget = keeper.budget if isinstance(keeper, MemoryKeeper) else None
+        plot_timings(self._timings(), Path(path), budget=budget)
+
+    def _timings(self) -> dict[str, Timing]:
+        runtime = self._enabled_runtime()
+        if not runtime.timings:
+            raise OffloadError("no forward was timed yet; call handle.record(), then the pipeline")
+        return dict(runtime.timings)
 
     @contextlib.contextmanager
     def materialized(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Block(nn.Module):
 class DiT(nn.Module):
     """Two block lists of unequal blocks, root parameters and buffers."""
 
-    _layerwise_offload_blocks_attrs = ["blocks", "single_blocks"]
+    _layerwise_offload_blocks_attrs: ClassVar = ["blocks", "single_blocks"]
 
     def __init__(self, blocks: int = 4, single: int = 3) -> None:
         super().__init__()

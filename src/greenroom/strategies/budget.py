@@ -28,7 +28,7 @@ from greenroom.residency import Block, BudgetTooSmall, PipelineModel, Plan, Tran
 from greenroom.residency import Component as Numbers
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part
-from greenroom.strategies.probe import Probe, Timing
+from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime
 
 # Left alone where the budget is whatever is free: contexts, workspaces, fragmentation.
@@ -40,6 +40,7 @@ _SURELY_FITS = 0.5
 # Before a copy has been timed: any bandwidth will do, since only shares of it are compared.
 _UNMEASURED = TransferCurve(0.0, 10e9)
 _GUESSED_FORWARDS = 30
+_REMEMBERED_PLANS = 16
 # Each time that a part runs out of memory it is given this much more room.
 _STEP_DOWN = 1.2
 # Forwards of one shape that are measured. Those of a DiT follow each other: the second holds what the first gave.
@@ -97,8 +98,8 @@ class MemoryKeeper:
         self._inputs: Any = None  # of the component that is at work
         self._warned = False
         self._recovering = False
+        self._plans: dict[Any, Plan] = {}
         self._measured: Signature | None = None
-        self._probe: Probe | None = None
         self._careful = True
         self._learned = False
 
@@ -122,9 +123,17 @@ class MemoryKeeper:
 
     def _plan(self, runtime: Runtime) -> Plan:
         try:
-            return plan_call(self._model(runtime), self.limit(), self.curve or _UNMEASURED)
+            return self._plan_within(runtime, self.limit())
         except BudgetTooSmall as error:
             raise too_small(self.budget, error) from error
+
+    def _plan_within(self, runtime: Runtime, limit: int) -> Plan:
+        question = (self._model(runtime), limit, self.curve or _UNMEASURED)
+        if question not in self._plans:
+            if len(self._plans) >= _REMEMBERED_PLANS:
+                self._plans.clear()
+            self._plans[question] = plan_call(*question)
+        return self._plans[question]
 
     def limit(self) -> int:
         """Bytes that may be used: the budget, or what the device has where that is less by now."""
@@ -277,10 +286,8 @@ class MemoryKeeper:
             return
         self._note_peak()
         self.accelerator.reset_peak()
-        if door == "forward" and self._probe is None:
-            self._probe = Probe(
-                self.accelerator, runtime.copier, runtime.block_modules(part), [b.unit.name for b in part.blocks]
-            )
+        if door == "forward":
+            runtime.start_timing(part)
 
     def left(self, runtime: Runtime, part: Part, door: str, failed: bool) -> None:
         if len(runtime.occupancy.inside) > 0:
@@ -289,9 +296,7 @@ class MemoryKeeper:
         if self._measured is None:
             return
         signature, self._measured = self._measured, None
-        probe, self._probe = self._probe, None
-        if probe is not None:
-            probe.stop()
+        timing = runtime.stop_timing(part, failed=failed)
         if failed:
             self._recovering = False
             return
@@ -303,8 +308,8 @@ class MemoryKeeper:
         count = seen.forwards[signature] = seen.forwards.get(signature, 0) + 1
         seen.assumed = 0
         self._learned = True
-        if probe is not None:
-            seen.timing = probe.timing()
+        if timing is not None and not (seen.timing is not None and seen.timing.like(timing) and self.curve is not None):
+            seen.timing = timing
             copies = [c for s in self.observed.values() if s.timing is not None for c in s.timing.copies]
             if copies:
                 self.curve = _fit(copies) or self.curve
@@ -376,9 +381,7 @@ class MemoryKeeper:
         """
         self.out_of_memory += 1
         seen = self.observed[part.name]
-        if self._probe is not None:
-            self._probe.stop()
-            self._probe = None
+        runtime.stop_timing(part, failed=True)
         least = self._least(runtime, 1)
         while True:
             self.accelerator.empty_cache()
@@ -387,7 +390,7 @@ class MemoryKeeper:
             seen.assumed = int(max(room, seen.need) * _STEP_DOWN) + 1
             exhausted = runtime.layout == least
             try:
-                layout = self._layout(runtime, plan_call(self._model(runtime), limit, self.curve or _UNMEASURED))
+                layout = self._layout(runtime, self._plan_within(runtime, limit))
             except BudgetTooSmall:
                 layout = least
             if exhausted:

@@ -10,6 +10,9 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.streaming import Copier
 
+# Two measurements of one thing may differ by this much.
+_NOISE = 0.02
+
 # A span on a lane: name, start event, end event, bytes.
 _Span = tuple[str, Any, Any, int]
 
@@ -24,6 +27,7 @@ class Timing:
         other_s: compute time outside the blocks.
         copies: (bytes, seconds) of each copy that was made meanwhile.
         lanes: (lane, name, start, end, bytes), start and end from the beginning of the forward.
+        memory: (seconds from the beginning, bytes allocated on the device) at the start of each block.
     """
 
     forward_s: float
@@ -31,6 +35,15 @@ class Timing:
     other_s: float
     copies: tuple[tuple[int, float], ...]
     lanes: tuple[tuple[str, str, float, float, int], ...] = field(default=(), repr=False)
+    memory: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+
+    def like(self, other: Timing) -> bool:
+        """Whether the two differ by no more than measuring does."""
+        mine, theirs = (*self.block_s, self.other_s), (*other.block_s, other.other_s)
+        slack = _NOISE * max(self.forward_s, other.forward_s) / max(1, len(mine))
+        return len(mine) == len(theirs) and all(
+            abs(a - b) <= _NOISE * max(a, b) + slack for a, b in zip(mine, theirs, strict=True)
+        )
 
 
 class Probe:
@@ -50,6 +63,7 @@ class Probe:
         self.copier = copier
         self._blocks: dict[int, tuple[str, Any, Any]] = {}
         self._copies: list[_Span] = []
+        self._memory: list[tuple[Any, int]] = []
         self._names = names
         self._hooks: list[Any] = []
         self._begin, self._end = self._event(), self._event()
@@ -68,6 +82,7 @@ class Probe:
 
         def before(module: nn.Module, args: Any) -> None:
             start.record(self.accelerator.current_stream())
+            self._memory.append((start, self.accelerator.allocated()))
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             end.record(self.accelerator.current_stream())
@@ -85,8 +100,6 @@ class Probe:
 
     def stop(self) -> None:
         """The forward is over."""
-        if self._hooks is None:
-            return
         self._end.record(self.accelerator.current_stream())
         for hook in self._hooks:
             hook.remove()
@@ -112,7 +125,8 @@ class Probe:
             if b is not None
         ]
         lanes += [("copy", c, _seconds(self._begin, s), _seconds(self._begin, e), n) for c, s, e, n in self._copies]
-        return Timing(forward_s, block_s, other_s, copies, tuple(lanes))
+        memory = tuple((_seconds(self._begin, event), nbytes) for event, nbytes in self._memory)
+        return Timing(forward_s, block_s, other_s, copies, tuple(lanes), memory)
 
 
 def _seconds(start: Any, end: Any) -> float:

@@ -25,6 +25,7 @@ from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Addition, Part, cut
+from greenroom.strategies.probe import Probe, Timing
 from greenroom.streaming import BlockStream, Copier, StreamedBlock, Track
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
@@ -87,6 +88,10 @@ class Runtime:
         self.parts: list[Part] = []
         self.shared_copies: list[Any] = []
         self.layout = Layout({})
+        self.timings: dict[str, Timing] = {}
+        """The latest forward of each part that was timed."""
+        self._to_time: set[str] = set()
+        self._probes: dict[str, Probe] = {}
         self.pinned_bytes = 0
         self.unpinned_bytes = 0
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
@@ -333,6 +338,8 @@ class Runtime:
                 self._shrink(part, error)
         if self.keeper is not None:
             self.keeper.entered(self, part, door)
+        if door == "forward" and part.name in self._to_time and part.name not in self._probes:
+            self.start_timing(part)
         if part.track is not None and part.stream is not None:
             if door == "forward":
                 part.stream.begin_forward(part.track)
@@ -349,6 +356,8 @@ class Runtime:
                 part.stream.end_forward(part.track)
         if self.keeper is not None:
             self.keeper.left(self, part, door, failed)
+        if door == "forward":
+            self.stop_timing(part, failed=failed)
         if part.additions and (failed or not self._in_call) and not self.occupancy.inside:
             self._drop_additions(part)
 
@@ -395,6 +404,26 @@ class Runtime:
                 unit.write_back()
             for stream in self.streams:
                 stream.forget()
+
+    def time_next_forwards(self) -> None:
+        """Times the next forward of every part."""
+        self._to_time = {part.name for part in self.parts}
+
+    def start_timing(self, part: Part) -> None:
+        names = [b.unit.name for b in part.blocks]
+        self._probes[part.name] = Probe(self.accelerator, self.copier, self.block_modules(part), names)
+
+    def stop_timing(self, part: Part, *, failed: bool = False) -> Timing | None:
+        """The figures of the forward that was timed, if one was; waits for the device."""
+        self._to_time.discard(part.name)
+        probe = self._probes.pop(part.name, None)
+        if probe is None:
+            return None
+        probe.stop()
+        if failed:
+            return None
+        timing = self.timings[part.name] = probe.timing()
+        return timing
 
     def module(self, part: Part) -> nn.Module | None:
         return self._modules[part.name]()

@@ -1,0 +1,1 @@
+"""Looking at a forward: traces and plots."""
