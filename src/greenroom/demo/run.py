@@ -72,9 +72,8 @@ class _Show:
 
     def run(self) -> int:
         console, stage = self._console, self._stage
-        console.print(
-            f"Drawing [bold]{escape(repr(self._prompt))}[/] on {stage.name}. (The demo knows the ten digits and nothing else.)"
-        )
+        console.print(f"Drawing [bold]{escape(repr(self._prompt))}[/] on {stage.name}.")
+        console.print("(The demo pipeline knows the ten digits and nothing else.)")
         with Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
