@@ -23,7 +23,7 @@ RATIO = 2.0
 
 def run(quick: bool = False) -> Result:
     subject = wan(4, 128, 4) if quick else wan(12, 512, 8)
-    rounds, forwards = (1, 1) if quick else (8, 2)
+    rounds, forwards = (1, 1) if quick else (16, 1)
     blocks = len(subject.blocks())
     offloaders: dict[str, o.Offloader] = {
         "resident": o.resident,
@@ -66,7 +66,7 @@ def run(quick: bool = False) -> Result:
     text = [
         f"{subject.name} of {mb(max(subject.block_bytes()))} MB on the emulated accelerator's real clock: the "
         "processor computes, and a thread moves bytes at a set bandwidth, at which all blocks together take twice as "
-        f"long as a forward. Best of {rounds} rounds of {forwards} forwards, the offloaders in turn, since whatever "
+        f"long as a forward. Best of {rounds} rounds of {forwards} forward, the offloaders in turn, since whatever "
         "else runs on the machine only ever slows them. Only the ratios mean something: copies compete with "
         f"computation for the same processors and memory. The bound is {RATIO:g} with everything streamed and 1 with "
         "half the blocks resident.",

@@ -22,7 +22,7 @@ RATIOS = (0.5, 1.0, 2.0, 3.0)
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 EQUAL, UNEQUAL = 1.02, 1.05
 PREDICTED = 1.02
-WARM, FORWARDS = 3, 6
+WARM, FORWARDS = 3, 4
 GROUP = {
     "diffusers group, block, stream": o.group_offload("block_level", stream=True),
     "diffusers group, leaf, stream, record_stream": o.group_offload("leaf_level", stream=True, record=True),
