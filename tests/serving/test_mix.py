@@ -184,8 +184,8 @@ def test_a_long_mix(emu: Any, strategy: str, capsys: pytest.CaptureFixture[str])
     times = sorted(health["times"])
     with capsys.disabled():
         print(
-            f"\n{strategy}: {dict(outcomes)}; /health {len(times)} times, 99 % within {times[int(0.99 * len(times))]:.3f} s, "
-            f"all within {times[-1]:.3f} s; memory {grown / 1e6:+.1f} MB; at most {health['waiting']} waiting"
+            f"\n{strategy}: {dict(outcomes)}; /health {len(times)} times, "
+            f"99 % within {times[int(0.99 * len(times))]:.3f} s, all within {times[-1]:.3f} s; memory {grown / 1e6:+.1f} MB; at most {health['waiting']} waiting"
         )
     check(outcomes, health, 300, 8)
     assert grown < 8_000_000

@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 
 import uvicorn
 
 from greenroom.engine import Omni
 from greenroom.serving.app import create_app
 from greenroom.serving.settings import ServerSettings
+
+
+# Seconds after which a thread that computes lets another have the interpreter. The event loop needs it several times
+# for one answer; at CPython's own 5 ms those waits would add up to what a health check must not take.
+_SWITCH_INTERVAL = 0.0005
 
 
 def run(
@@ -21,6 +27,7 @@ def run(
     Raises:
         OSError: the address is in use.
     """
+    sys.setswitchinterval(_SWITCH_INTERVAL)
     server = make_server(omni, settings, host=host, port=port, log_level=log_level)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
