@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from greenroom.errors import OffloadError
 from greenroom.handle import Handle, release
 from greenroom.strategies import auto, layerwise, model_level
 from greenroom.strategies.runtime import Runtime
-from greenroom.topology import ResolvedPlan, require_single_process, resolve
+from greenroom.topology import ResolvedPlan, merged, require_single_process, resolve
 
 # Which offload owns a module. A runtime holds no module, so this keeps nothing alive.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
@@ -58,23 +58,68 @@ def offload(
     accelerator = Accelerator.of(device)
     require_single_process(parsed)
     plan = resolve(pipeline, parsed)
-    current = {id(r): r for c in plan.components if (r := _OWNERS.get(c.module)) is not None and r.enabled}
-    for runtime in current.values():
-        mine = getattr(pipeline, "__dict__", {}).get("_greenroom")
-        same = runtime.config == parsed and runtime.accelerator.device == accelerator.device
-        if same and mine is not None and mine() is runtime:
-            return Handle(pipeline, runtime, parsed)
+    current = _owners(plan)
+    if len(current) == 1 and current[0].config == parsed and current[0].accelerator.device == accelerator.device:
+        runtime = current[0]
+        if all(_OWNERS.get(c.module) is runtime for c in plan.components):
+            runtime.serve(pipeline)
+            return Handle(pipeline, runtime, parsed, renew)
+    return _offload(pipeline, parsed, accelerator, current)
+
+
+def renew(pipeline: Any, runtime: Runtime) -> Handle:
+    """Offloads anew, with the same words, what `runtime` offloads, as `pipeline` and those beside it are now.
+
+    Raises:
+        OffloadError: a call is running.
+    """
+    return _offload(pipeline, runtime.config, runtime.accelerator, [runtime])
+
+
+def _offload(pipeline: Any, config: OffloadConfig, accelerator: Accelerator, current: list[Runtime]) -> Handle:
+    pipelines = _with_sharing(pipeline, current)
+    _resolve_all(pipelines, config)  # refuses before anything is touched
+    for runtime in current:
         with runtime.occupancy.lock:
             if runtime.occupancy.busy():
                 raise OffloadError("offload() was called from inside a component; call it between two calls")
             release(pipeline, runtime)
-    if current:
-        plan = resolve(pipeline, parsed)
-    runtime = _enable(accelerator, parsed, plan)
+    plan = _resolve_all(pipelines, config)
+    runtime = _enable(accelerator, config, plan)
     for component in plan.components:
         _OWNERS[component.module] = runtime
-    _watch_calls(pipeline, runtime)
-    return Handle(pipeline, runtime, parsed)
+    for each in pipelines:
+        runtime.serve(each)
+    return Handle(pipeline, runtime, config, renew)
+
+
+def _owners(plan: ResolvedPlan) -> list[Runtime]:
+    """The offloads that hold components of `plan` now."""
+    found = [_OWNERS.get(c.module) for c in plan.components]
+    return list({id(r): r for r in found if r is not None and r.enabled}.values())
+
+
+def _with_sharing(pipeline: Any, current: list[Runtime]) -> list[Any]:
+    """The pipeline, and those that lost their offload if it alone were offloaded anew."""
+    others = [reference() for runtime in current for reference in runtime.pipelines]
+    return [pipeline, *(p for p in others if p is not None and p is not pipeline)]
+
+
+def _resolve_all(pipelines: list[Any], config: OffloadConfig) -> ResolvedPlan:
+    """One plan for pipelines that share components; a component that only one has keeps its name if it is free."""
+    plan = resolve(pipelines[0], config)
+    components = list(plan.components)
+    for pipeline in pipelines[1:]:
+        for component in resolve(pipeline, config).components:
+            if any(component.module is c.module for c in components):
+                continue
+            names = {c.name for c in components}
+            name = component.name if component.name not in names else f"{component.name} of {type(pipeline).__name__}"
+            if name in names:
+                name = f"{name} ({len(names)})"
+            group = name if component.group == component.name else component.group
+            components.append(replace(component, name=name, group=group))
+    return merged(plan, components)
 
 
 def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) -> Runtime:
@@ -84,24 +129,3 @@ def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan)
         return model_level.enable(accelerator, config, plan)
     # In a group of one rank the distributed strategy has nothing to gather and is the layerwise one.
     return layerwise.enable(accelerator, config, plan)
-
-
-def _watch_calls(pipeline: Any, runtime: Runtime) -> None:
-    """Learns where a call of a diffusers pipeline ends: there it gives its components back."""
-    if not hasattr(pipeline, "__dict__"):
-        return
-    pipeline.__dict__["_greenroom"] = weakref.ref(runtime)
-    original = getattr(type(pipeline), "maybe_free_model_hooks", None)
-    if original is None:
-        return
-    this = weakref.ref(pipeline)
-
-    @functools.wraps(original)
-    def maybe_free_model_hooks() -> Any:
-        owner = this()
-        result = original(owner) if owner is not None else None
-        runtime.end_call()
-        return result
-
-    maybe_free_model_hooks.greenroom = True  # type: ignore[attr-defined]
-    pipeline.__dict__["maybe_free_model_hooks"] = maybe_free_model_hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from greenroom.discovery import DIT
 from greenroom.errors import OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
+from greenroom.strategies.calls import unwatch
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime
 
@@ -142,18 +143,31 @@ class Report:
 class Handle:
     """An enabled offload. Dropping the handle changes nothing; `disable` undoes the offload."""
 
-    def __init__(self, pipeline: Any, runtime: Runtime, config: OffloadConfig) -> None:
+    def __init__(
+        self, pipeline: Any, runtime: Runtime, config: OffloadConfig, renew: Callable[[Any, Runtime], Handle]
+    ) -> None:
+        self._renew = renew  # `api.renew`, which this room lies below
         self._pipeline = weakref.ref(pipeline)
         self._runtime = weakref.ref(runtime)
         self.config = config
 
     @property
     def enabled(self) -> bool:
-        runtime = self._runtime()
+        runtime = self._current()
         return runtime is not None and runtime.enabled
 
-    def _enabled_runtime(self) -> Runtime:
+    def _current(self) -> Runtime | None:
+        """The runtime, or the one that took its place when a pipeline that shares components was offloaded."""
         runtime = self._runtime()
+        if runtime is None or not runtime.enabled:
+            reference = getattr(self._pipeline(), "__dict__", {}).get("_greenroom", lambda: None)
+            found = reference()
+            if found is not None and found.enabled and found.config == self.config:
+                self._runtime, runtime = reference, found
+        return runtime
+
+    def _enabled_runtime(self) -> Runtime:
+        runtime = self._current()
         if runtime is None or not runtime.enabled:
             raise OffloadError("this offload was disabled, or its pipeline is gone; call greenroom.offload again")
         return runtime
@@ -194,7 +208,7 @@ class Handle:
         Raises:
             OffloadError: a call of the pipeline is running.
         """
-        runtime = self._runtime()
+        runtime = self._current()
         if runtime is None or not runtime.enabled:
             return
         with runtime.occupancy.lock:
@@ -265,16 +279,11 @@ class Handle:
         Raises:
             OffloadError: the pipeline is gone, or a call is running.
         """
-        from greenroom.api import offload
-
         pipeline = self._pipeline()
         runtime = self._enabled_runtime()
         if pipeline is None:
             raise OffloadError("the pipeline of this offload is gone")
-        device = runtime.accelerator.device
-        self.disable()
-        renewed = offload(pipeline, self.config, device=device)
-        self._runtime = renewed._runtime
+        self._runtime = self._renew(pipeline, runtime)._runtime
 
     def __repr__(self) -> str:
         return (
@@ -285,12 +294,9 @@ class Handle:
 
 
 def release(pipeline: Any, runtime: Runtime) -> None:
-    """Takes the runtime off the pipeline."""
+    """Takes the runtime off the pipeline, and off those that share its components."""
     runtime.disable()
-    if pipeline is not None:
-        hook = pipeline.__dict__.get("maybe_free_model_hooks")
-        if getattr(hook, "greenroom", None) is not None:
-            del pipeline.__dict__["maybe_free_model_hooks"]
+    unwatch(pipeline)
 
 
 def report_of(runtime: Runtime) -> Report:

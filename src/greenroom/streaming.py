@@ -203,6 +203,9 @@ class StreamedBlock:
     def forget_views(self) -> None:
         self._views.clear()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # see BlockStream
+
 
 class Track:
     """The streamed blocks of one component in the order in which its forward runs them."""
@@ -348,6 +351,12 @@ class BlockStream:
     @property
     def streamed(self) -> list[StreamedBlock]:
         return [b for t in self.tracks for b in t.streamed]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockStream:
+        return _Standstill()  # of a module that is copied, the copy is not offloaded
+
+    def __reduce__(self) -> Any:
+        raise OffloadError("a module cannot be pickled while it is offloaded; call handle.disable() first")
 
     # ------------------------------------------------------------------ the two ends of a block
 
@@ -554,6 +563,16 @@ class BlockStream:
         """Whether the master was edited in place after its copy was enqueued."""
         unit = block.unit
         return unit.edited or unit.versions() != block.versions
+
+
+class _Standstill(BlockStream):
+    """A ring through which nothing passes."""
+
+    def __init__(self) -> None: ...
+
+    def enter(self, block: StreamedBlock) -> None: ...
+
+    def leave(self, block: StreamedBlock) -> None: ...
 
 
 def _first_streamed(order: Sequence[StreamedBlock], start: int = 0) -> StreamedBlock | None:

@@ -144,6 +144,11 @@ def resolve(pipeline: Any, config: OffloadConfig) -> ResolvedPlan:
     return ResolvedPlan(config.strategy, tuple(components), tuple(_shared(components)))
 
 
+def merged(plan: ResolvedPlan, components: list[Component]) -> ResolvedPlan:
+    """The plan with other components, those of several pipelines."""
+    return ResolvedPlan(plan.strategy, tuple(components), tuple(_shared(components)))
+
+
 def blocks_words() -> str:
     return "`_layerwise_offload_blocks_attrs` on its class, or `block_attrs` in the pipeline's OffloadPlan"
 

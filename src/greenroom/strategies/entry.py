@@ -28,6 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from greenroom.errors import OffloadError
+from greenroom.strategies.calls import asking_pipeline
+
 # Methods that compute. Setters and switches (enable_tiling, set_attn_processor) are none of our business.
 _COMPUTES = re.compile(
     r"(encode|decode|tiled_|spatial_tiled|temporal_tiled|generate|sample|embed|quantize|forward_|get_\w+_features|"
@@ -99,7 +102,10 @@ class Door:
         on_leave: called when it has, or has failed; told the name, and whether it failed.
         on_out_of_memory: called when the device runs out of memory behind the door, to make room; the component is
             then run again from the same inputs. It raises when there is no more to give.
-        on_call: called when a pipeline asks where to compute, as it does when a call begins.
+        on_call: called when a pipeline asks where to compute, as it does when a call begins; told the pipeline, or
+            None where it cannot be known.
+        may_move_along: whether a request to move the module elsewhere is passed over now instead of refused: some
+            pipelines make room for themselves in the middle of a call.
         children: also guard the component's children, for pipelines that call them directly.
         unwatched: children not to guard.
         methods: further methods to guard, beside those whose names say that they compute.
@@ -115,7 +121,8 @@ class Door:
         on_leave: Callable[[str, bool], None],
         *,
         on_out_of_memory: Callable[[torch.OutOfMemoryError], None] | None = None,
-        on_call: Callable[[], None] | None = None,
+        on_call: Callable[[Any], None] | None = None,
+        may_move_along: Callable[[], bool] | None = None,
         children: bool = False,
         unwatched: Sequence[nn.Module] = (),
         methods: Sequence[str] = (),
@@ -128,6 +135,7 @@ class Door:
         self.on_leave = on_leave
         self.on_out_of_memory = on_out_of_memory
         self.on_call = on_call
+        self.may_move_along = may_move_along
         self.serving = 0  # guarded methods that are running
         self._handles: list[Any] = []
         self._methods: dict[str, int] = {}  # by identity: a method knows its door, and must not be known by it
@@ -141,6 +149,12 @@ class Door:
         self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
         for name in sorted({*_computing_methods(type(module)), *methods}):
             self._guard(module, name)
+        for name in ("to", "cpu", "cuda"):
+            if name not in module.__dict__:
+                self._put(module, name, getattr(type(module), name), self._move)
+        other: Any = getattr(type(module), "enable_group_offload", None)
+        if other is not None:
+            self._put(module, "enable_group_offload", other, self._refuse_group_offload)
         if self.on_out_of_memory is not None:
             self._retry_forward(module)
         if children:
@@ -212,51 +226,71 @@ class Door:
         original = inspect.getattr_static(type(module), name, None)
         if not callable(original) or isinstance(original, staticmethod | classmethod) or name in module.__dict__:
             return
-        door = self
-        reference = self.module
+        self._put(module, name, original, self._serve)
 
-        @functools.wraps(original)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            this = reference()
-            assert this is not None, "a method outlived its module"
-            door.enter(name, (args, kwargs))
-            door.serving += 1
-            failed = True
-            try:
-                args, kwargs = door._moved(args, kwargs) or (args, kwargs)
-                result = door._run(MethodType(original, this), args, kwargs)
-                failed = False
-                return result
-            finally:
-                door.serving -= 1
-                door.leave(name, failed)
+    def _put(self, module: nn.Module, name: str, original: Any, run: Callable[..., Any]) -> None:
+        stand_in = StandIn(name, original, self.module, run)
+        module.__dict__[name] = stand_in
+        self._methods[name] = id(stand_in)
 
-        # As a bound method would show itself: without `self`.
-        parameters = list(inspect.signature(original).parameters.values())[1:]
-        guarded.__signature__ = inspect.signature(original).replace(parameters=parameters)  # type: ignore[attr-defined]
-        module.__dict__[name] = guarded
-        self._methods[name] = id(guarded)
+    def _serve(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.enter(name, (args, kwargs))
+        self.serving += 1
+        failed = True
+        try:
+            args, kwargs = self._moved(args, kwargs) or (args, kwargs)
+            result = self._run(MethodType(original, this), args, kwargs)
+            failed = False
+            return result
+        finally:
+            self.serving -= 1
+            self.leave(name, failed)
+
+    def _move(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Instead of `to`, `cpu` and `cuda`: casts, and leaves the placement to the offload."""
+        if name != "to":
+            self._refuse_move(torch.device(name), name)
+            return this
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            self._refuse_move(device, f"to({str(device)!r})")
+        return original(this, dtype) if dtype is not None else this
+
+    def _refuse_move(self, device: torch.device, call: str) -> None:
+        here = device.type == self.device.type and device.index in (None, self.device.index)
+        if not here and not (self.may_move_along is not None and self.may_move_along()):
+            raise OffloadError(
+                f"{call}: the module is offloaded and computes on {self.device}; call handle.disable() before moving it"
+            )
+
+    def _refuse_group_offload(self, this: nn.Module, name: str, original: Any, args: Any, kwargs: Any) -> Any:
+        raise OffloadError(f"{name}: the module is offloaded already, and one strategy owns it; call handle.disable()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Door:
+        return _OpenDoor()
+
+    def __reduce__(self) -> Any:
+        raise OffloadError("a module cannot be pickled while it is offloaded; call handle.disable() first")
 
     def _retry_forward(self, module: nn.Module) -> None:
         """Lets forward be run again after the device ran out of memory, which no hook can do."""
-        if "forward" in module.__dict__:
-            original = module.__dict__["forward"]  # another library's, which knows its module
-            reference: Callable[[], Any] = lambda: None  # noqa: E731
-        else:
-            original = type(module).forward
-            reference = self.module
+        if "forward" not in module.__dict__:
+            self._put(module, "forward", type(module).forward, self._rerun)
+            return
+        original = module.__dict__["forward"]  # another library's, which knows its module
         door = self
 
-        @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            this = reference()
-            call = original if this is None else MethodType(original, this)
-            return door._run(call, args, kwargs)
+            return door._run(original, args, kwargs)
 
+        functools.update_wrapper(forward, original)
         forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-        self._under_forward = module.__dict__.get("forward")
+        self._under_forward = original
         module.__dict__["forward"] = forward
         self._methods["forward"] = id(forward)
+
+    def _rerun(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run(MethodType(original, this), args, kwargs)
 
     def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.on_out_of_memory is None or not self._handles:
@@ -272,6 +306,49 @@ class Door:
                 traceback.clear_frames(error.__traceback__)
                 failure = error.with_traceback(None)
             self.on_out_of_memory(failure)
+
+
+class StandIn:
+    """A method on an instance, over the one of its class: passes calls to `run` and shows the original's signature.
+
+    A deep copy of the module gets the original back.
+    """
+
+    def __init__(self, name: str, original: Any, reference: weakref.ref[nn.Module], run: Callable[..., Any]) -> None:
+        self._name = name
+        self._original = original
+        self._reference = reference
+        self._run = run
+        functools.update_wrapper(self, original)
+        # As a bound method would show itself: without `self`.
+        signature = inspect.signature(original)
+        self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        this = self._reference()
+        assert this is not None, "a method outlived its module"
+        return self._run(this, self._name, self._original, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return MethodType(self._original, memo[id(self._reference())])
+
+    def __reduce__(self) -> Any:
+        raise OffloadError("a module cannot be pickled while it is offloaded; call handle.disable() first")
+
+
+class _OpenDoor(Door):
+    """What the hooks of a deep copy lead to: nothing happens there."""
+
+    def __init__(self) -> None:
+        self.occupancy = Occupancy()
+        self.on_enter = lambda name, inputs: None
+
+    def enter(self, name: str, inputs: Any) -> None: ...
+
+    def leave(self, name: str, failed: bool) -> None: ...
+
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None
 
 
 class ExecutionHook:
@@ -291,8 +368,13 @@ class ExecutionHook:
     def execution_device(self) -> torch.device:
         door = self.door()
         if door is not None and door.on_call is not None:
-            door.on_call()
+            door.on_call(asking_pipeline(sys._getframe(1)))
         return self._device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        from accelerate.hooks import ModelHook
+
+        return ModelHook()  # one that does nothing
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module
@@ -309,6 +391,12 @@ class ExecutionHook:
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when another offloading is about to take over, before it has changed anything."""
+        if self.door() is not None:
+            raise OffloadError(
+                f"{type(module).__name__} is offloaded by greenroom, and one strategy owns a pipeline; call "
+                "handle.disable() first"
+            )
         return module
 
 

@@ -22,6 +22,7 @@ from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
 from greenroom.host import HostUnit, module_tensors
 from greenroom.strategies.additions import adapt, tensor_ids
+from greenroom.strategies.calls import refuse_strangers, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Addition, Part, cut
@@ -98,6 +99,7 @@ class Runtime:
         self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._block_hooks: dict[str, list[Any]] = {}
         self._in_call = False
+        self.pipelines: list[weakref.ref[Any]] = []
         self._undo = contextlib.ExitStack()
         self._finalizers: list[weakref.finalize] = []
         try:
@@ -171,6 +173,7 @@ class Runtime:
             functools.partial(self._leave, part),
             on_out_of_memory=functools.partial(self._shrink, part) if self.keeper else None,
             on_call=self.call_begins,
+            may_move_along=self._is_calling,
             children=component.placement != STREAM,
             # A DiT that stays should run as if nobody watched.
             unwatched=[b.module for b in component.blocks] if component.role == DIT else (),
@@ -183,6 +186,9 @@ class Runtime:
         for finalizer in self._finalizers:
             finalizer.detach()
         self._finalizers.clear()
+        for reference in self.pipelines:
+            unwatch(reference())
+        self.pipelines.clear()
         self._undo.close()
         self._take_apart()
 
@@ -449,11 +455,28 @@ class Runtime:
 
     # ------------------------------------------------------------------ what users change between two calls
 
-    def call_begins(self) -> None:
-        """A call of the pipeline has begun, as far as one can tell: components are looked at again."""
+    def call_begins(self, pipeline: Any = None) -> None:
+        """A call of the pipeline has begun, as far as one can tell: components are looked at again.
+
+        Raises:
+            OffloadError: the pipeline has a component that is not part of the offload and not on the device.
+        """
+        if pipeline is not None and self.enabled:
+            refuse_strangers(pipeline, {id(r()) for r in self._modules.values()}, self.accelerator.device)
+            if not any(known() is pipeline for known in self.pipelines):
+                self.serve(pipeline)
         self._in_call = True
         for part in self.parts:
             part.noticed = False
+
+    def serve(self, pipeline: Any) -> None:
+        """Learns of the calls of a pipeline, one of several that may share the components."""
+        watch(pipeline, self)
+        with contextlib.suppress(TypeError):  # some objects cannot be referred to weakly
+            self.pipelines = [r for r in self.pipelines if r() is not None] + [weakref.ref(pipeline)]
+
+    def _is_calling(self) -> bool:
+        return self._in_call or bool(self.occupancy.inside)
 
     def _notice(self, part: Part) -> None:
         """Takes in what was added to the component or replaced in it since the last call."""
@@ -568,16 +591,19 @@ def _rounded(nbytes: int) -> int:
 
 
 def _hook_block(module: nn.Module, stream: BlockStream, block: StreamedBlock) -> list[Any]:
-    def before(module: nn.Module, args: Any) -> None:
-        stream.enter(block)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        stream.leave(block)
-
+    before, after = functools.partial(_before, stream, block), functools.partial(_after, stream, block)
     return [
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
     ]
+
+
+def _before(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any) -> None:
+    stream.enter(block)
+
+
+def _after(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any, output: Any) -> None:
+    stream.leave(block)
 
 
 def _origin_device(module: nn.Module) -> torch.device:
