@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
@@ -71,6 +72,24 @@ def test_in_the_stored_dtype_weights_stay_in_their_files(folders: Any, name: str
     assert report.converted < 0.01 * report.mapped
     for line in report.components:
         assert line.weights == line.mapped + line.converted and line.stored_dtype == "float32"
+
+
+@pytest.mark.parametrize("name", testing.ARCHITECTURES)
+def test_what_is_stored_in_half_precision_stays_so_and_is_loaded_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with testing.quiet():
+        testing.build_pipeline(name, dtype=torch.bfloat16).save_pretrained(tmp_path)
+        reference = DiffusionPipeline.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    opened: list[str] = []
+    original = safetensors.torch.load_file
+    monkeypatch.setattr(safetensors.torch, "load_file", lambda f, **k: opened.append(str(f)) or original(f, **k))
+    loaded = load_checkpoint(tmp_path)
+    assert opened and len(opened) == len(set(opened))
+    for key, tensor in tensors(loaded.pipeline).items():
+        other = tensors(reference)[key]
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other), key
+    assert loaded.report.mapped > 0.9 * sum(line.weights for line in loaded.report.components)
 
 
 def test_an_offload_takes_mapped_weights_as_they_are(folders: Any, emu: Any) -> None:

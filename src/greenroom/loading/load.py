@@ -34,6 +34,7 @@ from greenroom.loading.locate import INDEX_FILE, locate, read_index, recommended
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACCEPTED_DTYPES = '"auto" (as stored), ' + ", ".join(f'"{name}"' for name in DTYPES)
+_LIBRARIES = ("diffusers", "transformers")
 DtypeWord = str | torch.dtype | None
 
 
@@ -144,7 +145,13 @@ def load_checkpoint(
             cls = _module_class(*entries[name])
             if cls is not None:
                 modules[name], unexpected[name] = _load_module(cls, folder, found, _dtype_of(dtype, name, found))
-        pipeline = _assemble(folder, modules, variant, trust_remote_code, dtype)
+        try:
+            pipeline = _assemble(folder, index, modules)
+            if pipeline is None:
+                modules.clear()
+                pipeline = _its_own_way(folder, variant, trust_remote_code, dtype)
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise CheckpointError(folder, None, f"its pipeline could not be put together: {error}") from error
     report = _report(folder, started, pipeline, files, modules, unexpected)
     return Loaded(pipeline, report, recommended_call(folder))
 
@@ -201,7 +208,7 @@ def _check_weights_present(folder: Path, entries: dict[str, Any], files: dict[st
 
 def _module_class(library: str, name: str) -> type[nn.Module] | None:
     """The class of a component that is a module of diffusers or transformers; None for what is left to diffusers."""
-    if library not in ("diffusers", "transformers"):
+    if library not in _LIBRARIES:
         return None
     cls = getattr(importlib.import_module(library), name, None)
     return cls if inspect.isclass(cls) and issubclass(cls, nn.Module) else None
@@ -248,23 +255,50 @@ def _mismatched(keys: Any) -> Iterator[tuple[str, Any, Any]]:
             yield str(key[0]), key[1], key[2]
 
 
-def _assemble(
-    folder: Path, modules: dict[str, nn.Module], variant: str | None, trust_remote_code: bool, dtype: Any
-) -> Any:
+def _assemble(folder: Path, index: dict[str, Any], modules: dict[str, nn.Module]) -> Any | None:
+    """The pipeline around the modules, or None where only its own from_pretrained knows how to build it.
+
+    Not by from_pretrained, which loads a module that is optional in a pipeline's signature a second time although it
+    is given, and then in another dtype.
+    """
+    import diffusers
+
+    cls: Any = getattr(diffusers, index["_class_name"], None) if isinstance(index["_class_name"], str) else None
+    if cls is None or not (inspect.isclass(cls) and issubclass(cls, diffusers.DiffusionPipeline)):
+        return None
+    required, optional = cls._get_signature_keys(cls)
+    arguments: dict[str, Any] = {}
+    for name, value in index.items():
+        if name in modules:
+            arguments[name] = modules[name]
+        elif name.startswith("_") or name not in {*required, *optional}:
+            continue
+        elif not (isinstance(value, list) and len(value) == 2 and all(v is None or isinstance(v, str) for v in value)):
+            arguments[name] = value  # a setting of the pipeline
+        elif value[0] is None:
+            arguments[name] = None
+        else:
+            library, class_name = value
+            kind: Any = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
+            if not hasattr(kind, "from_pretrained") or (inspect.isclass(kind) and issubclass(kind, nn.Module)):
+                return None
+            arguments[name] = kind.from_pretrained(str(folder / name), local_files_only=True)
+    if set(required) - set(arguments):
+        return None
+    pipeline: Any = cls(**arguments)
+    pipeline.register_to_config(_name_or_path=str(folder))
+    return pipeline
+
+
+def _its_own_way(folder: Path, variant: str | None, trust_remote_code: bool, dtype: Any) -> Any:
     from diffusers import DiffusionPipeline
 
     arguments: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    word = dtype.get("default") if isinstance(dtype, Mapping) else dtype
-    rest = DTYPES.get(word) if isinstance(word, str) else word
-    if rest is not None:
-        arguments["dtype"] = rest
-    try:
-        pipeline = DiffusionPipeline.from_pretrained(
-            folder, variant=variant, local_files_only=True, **arguments, **modules
-        )
-    except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(folder, None, f"its pipeline could not be put together: {error}") from error
-    return pipeline
+    words = dtype if isinstance(dtype, Mapping) else {"default": dtype}
+    chosen = {n: DTYPES[w] if isinstance(w, str) else w for n, w in words.items() if w not in (None, "auto")}
+    if chosen:
+        arguments["dtype"] = {"default": torch.float32, **chosen} if len(chosen) > 1 else next(iter(chosen.values()))
+    return DiffusionPipeline.from_pretrained(folder, variant=variant, local_files_only=True, **arguments)
 
 
 # ---------------------------------------------------------------------- the report
@@ -305,7 +339,7 @@ def _report(
 
 def _fallback(files: ComponentFiles | None, ours: bool) -> str | None:
     if files is None or not ours:
-        return "loaded by the pipeline's own from_pretrained: its class is not one of diffusers or transformers"
+        return "loaded by the pipeline's own from_pretrained: it has a class that is not of diffusers or transformers"
     if files.quantised:
         return "loaded by from_pretrained: quantised weights are made by the quantiser"
     if not files.safetensors:
