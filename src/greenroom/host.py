@@ -207,14 +207,15 @@ class HostUnit:
             for offset, span, members in self._groups:
                 if not members:
                     continue
-                device = self._origin[members[0]]
-                own = torch.empty(span, dtype=torch.uint8, device=device)
-                own.copy_(self.master[offset : offset + span])
-                for i in members:
-                    place = self._places[i]
-                    at = place.offset - offset
-                    flat = own[at : at + place.span].view(place.dtype)
-                    self.tensors[i].data = flat.as_strided(place.size, place.stride)
+                with torch.inference_mode(self.tensors[members[0]].is_inference()):
+                    device = self._origin[members[0]]
+                    own = torch.empty(span, dtype=torch.uint8, device=device)
+                    own.copy_(self.master[offset : offset + span])
+                    for i in members:
+                        place = self._places[i]
+                        at = place.offset - offset
+                        flat = own[at : at + place.span].view(place.dtype)
+                        self.tensors[i].data = flat.as_strided(place.size, place.stride)
         self.master = None
         self._set_master_views([])
 
@@ -223,7 +224,16 @@ class HostUnit:
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """The unit's tensors as views of `slab`, uint8 with at least `nbytes` elements, in the order of `tensors`."""
         with torch.inference_mode(False):
-            return [place.view(slab) for place in self._places]
+            views = [place.view(slab) for place in self._places]
+        if not self.versioned:
+            # A tensor made under inference_mode may only stand for memory that was, too.
+            with torch.inference_mode():
+                flat = torch.empty(0, dtype=torch.uint8, device=slab.device)
+                flat.set_(slab.untyped_storage(), slab.storage_offset(), slab.size(), slab.stride())
+                for i, tensor in enumerate(self.tensors):
+                    if tensor.is_inference():
+                        views[i] = self._places[i].view(flat)
+        return views
 
     def bind(self, views: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
         """Points the tensors at `views`, whose data_ptrs are `addresses`."""
