@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export MAX_JOBS ?= 2
+# Small tensors are faster on one thread, and tests then share the machine better.
+test test-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all bench lint format clean
 

@@ -21,6 +21,7 @@ LEVELS = (
     ("telemetry",),
     ("strategies",),
     ("streaming", "topology", "estimate"),
+    ("staging",),
     ("discovery", "catalog"),
     ("host", "declare", "residency"),
     ("config", "accelerator", "emulator"),

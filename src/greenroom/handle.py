@@ -19,7 +19,7 @@ from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.calls import unwatch
 from greenroom.strategies.probe import Timing
-from greenroom.strategies.runtime import Runtime
+from greenroom.strategies.runtime import Runtime, reference_to
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class ComponentReport:
         moved: what is copied to the device when the component is used once.
         blocks: number of blocks known.
         streamed_blocks: number of blocks that pass through the arena.
+        pageable: host bytes that are not pinned; they reach the device through the staging ring.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ComponentReport:
     moved: int
     blocks: int
     streamed_blocks: int
+    pageable: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Report:
             lines.append(
                 f"  {c.name:<24} {c.role:<14} {c.placement:<9} {format_bytes(c.weights):>10}, "
                 f"{format_bytes(c.resident)} resident, {format_bytes(c.moved)} moved a pass{blocks}"
+                + (f", {format_bytes(c.pageable)} pageable" if c.pageable else "")
             )
         if self.budget is not None:
             predicted = "not yet known" if self.predicted_peak is None else format_bytes(self.predicted_peak)
@@ -147,7 +150,7 @@ class Handle:
         self, pipeline: Any, runtime: Runtime, config: OffloadConfig, renew: Callable[[Any, Runtime], Handle]
     ) -> None:
         self._renew = renew  # `api.renew`, which this room lies below
-        self._pipeline = weakref.ref(pipeline)
+        self._pipeline = reference_to(pipeline)
         self._runtime = weakref.ref(runtime)
         self.config = config
 
@@ -301,7 +304,7 @@ def release(pipeline: Any, runtime: Runtime) -> None:
 
 def report_of(runtime: Runtime) -> Report:
     components = []
-    always = runtime.stream.arena_bytes + sum(c.unit.nbytes for c in runtime.shared_copies)
+    always = runtime.stream.arena_bytes + runtime.shared_bytes
     phases: dict[str, int] = {}
     for part in runtime.parts:
         blocks = [b for b in part.blocks if b.unit.tensors]
@@ -325,6 +328,7 @@ def report_of(runtime: Runtime) -> Report:
                 moved=moved,
                 blocks=len(blocks),
                 streamed_blocks=len(streamed),
+                pageable=sum(u.nbytes for u in part.units if not u.pinned),
             )
         )
     companions = phases.pop("companion", 0)

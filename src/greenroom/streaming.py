@@ -19,6 +19,7 @@ import itertools
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from greenroom.accelerator import Accelerator
 from greenroom.errors import OffloadError
 from greenroom.host import HostUnit
+from greenroom.staging import Stager
 
 # Forwards after which a call that nobody ends is no longer recorded.
 _LONGEST_CALL = 10_000
@@ -58,18 +60,28 @@ class Copier:
         self.copied_bytes = 0
         self.copies = 0
         self.probe: CopyProbe | None = None
+        self.stager: Stager | None = None
+        """Set while there are masters that are not pinned."""
 
-    def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> None:
-        """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it."""
-        assert unit.master is not None
+    def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> Future[None] | None:
+        """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it.
+
+        Returns:
+            None, or where a thread does the enqueueing, what to wait for before another stream waits for `ready`.
+        """
+        master = unit.master
+        assert master is not None
+        self.copied_bytes += unit.nbytes
+        self.copies += 1
         timed = self.probe.copying(unit.name, unit.nbytes, self.stream) if self.probe is not None else None
+        if self.stager is not None:
+            return self.stager.copy(buffer, master, ready, timed, pinned=unit.pinned)
         with self.stream:
-            buffer.copy_(unit.master, non_blocking=True)
+            buffer.copy_(master, non_blocking=True)
         ready.record(self.stream)
         if timed is not None:
             timed.record(self.stream)
-        self.copied_bytes += unit.nbytes
-        self.copies += 1
+        return None
 
     def load(self, units: Sequence[HostUnit]) -> list[DeviceCopy]:
         """Brings units in and binds them; the compute stream waits for the copies, the host does not.
@@ -91,8 +103,9 @@ class Copier:
                 allocated = accelerator.new_event()
                 allocated.record(accelerator.current_stream())
                 self.stream.wait_event(allocated)
-                for copy in copies:
-                    self.fill(copy.buffer, copy.unit, copy.ready)
+                for job in [self.fill(copy.buffer, copy.unit, copy.ready) for copy in copies]:
+                    if job is not None:
+                        job.result()
             except BaseException as error:
                 self.settle()
                 # A traceback that somebody keeps must not keep the memory.
@@ -151,6 +164,8 @@ class Copier:
 
     def settle(self) -> None:
         """Puts the compute stream behind every copy in flight, so that memory they write may be freed on it."""
+        if self.stager is not None:
+            self.stager.drain()
         done = self.accelerator.new_event()
         done.record(self.stream)
         self.accelerator.current_stream().wait_event(done)
@@ -159,7 +174,7 @@ class Copier:
 class _Stay:
     """One stay of a block in the arena, from its copy to the moment its bytes are taken again."""
 
-    __slots__ = ("block", "free", "ready", "start", "stop", "used", "views", "wanted")
+    __slots__ = ("block", "free", "job", "ready", "start", "stop", "used", "views", "wanted")
 
     def __init__(self, block: StreamedBlock, start: int, stop: int, ready: Any, free: Any) -> None:
         self.block = block
@@ -170,6 +185,7 @@ class _Stay:
         self.used = False  # `free` was recorded
         self.wanted = True  # fetched for a use that is still expected
         self.views: tuple[list[torch.Tensor], list[int]] = ([], [])
+        self.job: Future[None] | None = None  # done when `ready` was recorded, where a thread does that
 
 
 class StreamedBlock:
@@ -381,11 +397,22 @@ class BlockStream:
         else:
             surprised = self._skip_to(stay)
         stay.wanted = False
+        if stay.job is not None:
+            self._await(stay)
         self.accelerator.current_stream().wait_event(stay.ready)
         block.unit.bind(*stay.views)
         block.track.saw(block)
         if surprised:
             self.pump()
+
+    def _await(self, stay: _Stay) -> None:
+        job, stay.job = stay.job, None
+        assert job is not None
+        try:
+            job.result()
+        except BaseException:
+            self._forget(stay)
+            raise
 
     def leave(self, block: StreamedBlock) -> None:
         """Called after a block's forward, also after a failed one: its bytes are free when its kernels are done."""
@@ -420,9 +447,17 @@ class BlockStream:
         """Called after a component's forward that did not fail."""
         track.finish()
 
-    def prime(self) -> None:
-        """Fetches what the next forward starts with, as far as the arena has room."""
+    def prime(self, *, wait: bool = False) -> None:
+        """Fetches what the next forward starts with, as far as the arena has room.
+
+        Args:
+            wait: until the copies are enqueued, where a thread does that, so that a failure shows here.
+        """
         self.pump()
+        if wait:
+            for stay in self._stays:
+                if stay.job is not None:
+                    self._await(stay)
 
     def end_call(self) -> None:
         """The pipeline's call is over. What was fetched ahead is given up: weights may be edited between calls."""
@@ -524,7 +559,7 @@ class BlockStream:
         stay = _Stay(block, start, stop, self._event(), self._event())
         flat, views, addresses = block.views_at(self.arena, start)
         stay.views = (views, addresses)
-        self.copier.fill(flat, unit, stay.ready)
+        stay.job = self.copier.fill(flat, unit, stay.ready)
         block.versions = unit.versions()
         block.stay = stay
         keep.append(stay)

@@ -182,7 +182,7 @@ def _modules(pipeline: Any, plan: OffloadPlan | None) -> dict[str, nn.Module]:
     elif isinstance(pipeline, nn.Module):
         candidates += pipeline.named_children()
     else:
-        candidates += [(k, v) for k, v in vars(pipeline).items() if not k.startswith("__")]
+        candidates += [(k, v) for k, v in getattr(pipeline, "__dict__", {}).items() if not k.startswith("__")]
     modules: dict[str, nn.Module] = {}
     seen: dict[int, str] = {}
     for name, module in candidates:

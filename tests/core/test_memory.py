@@ -146,6 +146,48 @@ def test_a_pin_budget(emu: ModuleType) -> None:
     assert report.pinned + report.pageable >= toys.nbytes(pipe.transformer)
 
 
+@pytest.mark.parametrize("pin", [False, 2**20], ids=["unpinned", "small pin budget"])
+def test_pageable_masters_go_through_a_small_pinned_ring(emu: ModuleType, pin: bool | int) -> None:
+    pipe = Big()
+    expected = pipe()
+    weights = sum(toys.nbytes(c) for c in pipe.components.values())
+    handle = greenroom.offload(pipe, {**toys.LAYERWISE, "pin_memory": pin}, device="emu")
+    report = handle.report()
+    assert emu.pinned_stats()["current"] == report.pinned <= (pin or weights / 5)
+    assert sum(c.pageable for c in report.components) == report.pageable > 0.5 * weights
+    assert "pageable" in str(report)
+    emu.reset_counters()
+    emu.set_bandwidth(200e6)  # late on the real clock: whoever does not wait computes with what was there before
+    assert torch.equal(pipe("emu"), expected)
+    inputs = emu.counters()["h2d_sync"]
+    assert emu.counters()["h2d_async"] > inputs  # the weights' way is asynchronous, whatever the masters are
+    handle.disable()
+    assert emu.pinned_stats()["current"] == 0
+
+
+def test_a_failed_pin_degrades_where_that_is_asked_for(emu: ModuleType) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    emu.fail_pin(3)
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        handle = greenroom.offload(pipe, {**toys.LAYERWISE, "pin_failure_policy": "whole_block_fallback"}, device="emu")
+    assert handle.report().pageable > 0
+    assert torch.equal(pipe("emu"), expected)
+
+
+def test_foreign_tensors_count_against_the_budget(emu: ModuleType) -> None:
+    pipe = Big()
+    expected = pipe()
+    weights = sum(toys.nbytes(c) for c in pipe.components.values())
+    foreign = torch.zeros(weights // 2, dtype=torch.uint8, device="emu")
+    emu.set_capacity(int(weights * 1.1))
+    handle = greenroom.offload(pipe, memory=int(weights * 1.1), device="emu")
+    for _ in range(3):
+        assert torch.equal(pipe("emu"), expected)
+    assert handle.report().out_of_memory == 0
+    assert foreign.numel()
+
+
 def test_resident_layers_are_never_copied_again(emu: ModuleType) -> None:
     pipe = toys.Pipeline()
     handle = greenroom.offload(pipe, toys.LAYERWISE_RESIDENT, device="emu")

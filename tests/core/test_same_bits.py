@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from types import ModuleType
 from typing import Any
 
@@ -204,6 +205,24 @@ def test_two_pipelines_in_turns(emu: ModuleType, config: dict[str, Any]) -> None
     for _ in range(2):
         assert torch.equal(first("emu"), expected[0])
         assert torch.equal(second("emu"), expected[1])
+
+
+def test_a_pipeline_may_be_any_object_with_modules(emu: ModuleType) -> None:
+    source = toys.Pipeline()
+    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    with torch.no_grad():
+        expected = source.transformer(x, context)
+        plain = types.SimpleNamespace(transformer=source.transformer)
+        handle = greenroom.offload(plain, toys.LAYERWISE_DIT, device="emu")
+        assert torch.equal(plain.transformer(x, context).cpu(), expected)
+        handle.disable()
+        module = nn.Module()
+        module.transformer = source.transformer
+        greenroom.offload(module, memory="1GB", device="emu")
+        assert torch.equal(module.transformer(x, context).cpu(), expected)
+    for nothing in ({"transformer": source.transformer}, 3, types.SimpleNamespace(a=1)):
+        with pytest.raises(greenroom.TopologyError, match="pipeline"):
+            greenroom.offload(nothing, toys.LAYERWISE_DIT, device="emu")
 
 
 def test_the_host_as_the_device(config: dict[str, Any]) -> None:

@@ -118,7 +118,12 @@ class MemoryKeeper:
         if weights <= _SURELY_FITS * self.budget:
             self.plan = plan
             return self._layout(runtime, plan)
+        return self.least_layout(runtime)
+
+    def least_layout(self, runtime: Runtime) -> Layout:
+        """As little on the device as possible, until the first call was measured."""
         self._careful = True
+        self.plan = None
         return self._least(runtime)
 
     def _plan(self, runtime: Runtime) -> Plan:
@@ -142,7 +147,8 @@ class MemoryKeeper:
 
     def _model(self, runtime: Runtime) -> PipelineModel:
         components = []
-        reserved = int(self.budget * _MARGIN) + sum(c.unit.nbytes for c in runtime.shared_copies)
+        foreign = self._foreign(runtime)
+        reserved = int(self.budget * _MARGIN) + runtime.shared_bytes
         for part in runtime.parts:
             seen = self.observed[part.name]
             times = seen.timing.block_s if seen.timing is not None else ()
@@ -159,12 +165,20 @@ class MemoryKeeper:
                     calls=seen.calls or (_GUESSED_FORWARDS if part.role == discovery.DIT else 1),
                     loads=seen.loads,
                     other_s=seen.timing.other_s if seen.timing is not None else 0.0,
-                    activation_bytes=seen.need,
+                    activation_bytes=max(seen.need, foreign),
                     group=part.group if part.role in _ENCODERS else None,
                     strategies=self._allowed(part),
                 )
             )
         return PipelineModel(tuple(components), reserved)
+
+    def _foreign(self, runtime: Runtime) -> int:
+        """Bytes on the device that are neither weights nor rings: tensors of the user, of other pipelines."""
+        device = self.accelerator.device
+        mine = runtime.device_bytes()
+        for part in runtime.parts:  # a pipeline that has not been taken over may be on the device itself
+            mine += sum(t.nbytes for u in part.units if u.master is None for t in u.tensors if t.device == device)
+        return max(0, self.accelerator.allocated() - mine)
 
     def _allowed(self, part: Part) -> tuple[str, ...]:
         config = self.config
@@ -210,7 +224,7 @@ class MemoryKeeper:
 
     def _weights(self, runtime: Runtime, layout: Layout) -> int:
         """The most bytes of weights and rings that `layout` has on the device at any one time."""
-        always = layout.arena_bytes + sum(c.unit.nbytes for c in runtime.shared_copies)
+        always = layout.arena_bytes + runtime.shared_bytes
         phases: dict[str, int] = {}
         for part in runtime.parts:
             share = layout.shares[part.name]

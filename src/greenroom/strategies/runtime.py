@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
 from greenroom.host import HostUnit, module_tensors
+from greenroom.memory import format_bytes
+from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
 from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.calls import refuse_strangers, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
@@ -38,6 +41,8 @@ class Keeper(Protocol):
     """Who keeps a memory budget: chooses the layout, and watches what the calls need."""
 
     def first_layout(self, runtime: Runtime) -> Layout: ...
+
+    def least_layout(self, runtime: Runtime) -> Layout: ...
 
     def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
         """Before a part is brought in."""
@@ -88,6 +93,7 @@ class Runtime:
         self.occupancy = Occupancy()
         self.parts: list[Part] = []
         self.shared_copies: list[Any] = []
+        self.shared_bytes = 0
         self.layout = Layout({})
         self.timings: dict[str, Timing] = {}
         """The latest forward of each part that was timed."""
@@ -95,11 +101,13 @@ class Runtime:
         self._probes: dict[str, Probe] = {}
         self.pinned_bytes = 0
         self.unpinned_bytes = 0
+        self._unpinnable = 0
+        self._staging_bytes = 0
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
         self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._block_hooks: dict[str, list[Any]] = {}
         self._in_call = False
-        self.pipelines: list[weakref.ref[Any]] = []
+        self.pipelines: list[Callable[[], Any]] = []
         self._undo = contextlib.ExitStack()
         self._finalizers: list[weakref.finalize] = []
         try:
@@ -122,8 +130,9 @@ class Runtime:
     ) -> None:
         keeper = self.keeper
         self.parts = [cut(c, plan.shared, may_leave=keeper is not None or c.placement == SWAP) for c in plan.components]
-        layout = keeper.first_layout(self) if keeper else _fixed_layout(plan, self.parts, residents, arena_bytes)
         shared = HostUnit("shared between components", plan.shared)
+        self.shared_bytes = shared.nbytes
+        layout = keeper.first_layout(self) if keeper else _fixed_layout(plan, self.parts, residents, arena_bytes)
         for component in plan.components:
             reference = weakref.ref(component.module)
             self._modules[component.name] = reference
@@ -132,24 +141,33 @@ class Runtime:
         for part, component in zip(self.parts, plan.components, strict=True):
             part.known = tensor_ids(component.module)
         self._undo.callback(self._restore_additions)
-        for unit in (*(u for part in self.parts for u in part.units), *((shared,) if shared.tensors else ())):
+        units = [*(u for part in self.parts for u in part.units), *((shared,) if shared.tensors else ())]
+        self._reserve_staging(units)
+        for unit in units:
             self._undo.callback(unit.restore)
             self._adopt(unit)
+        self._undo.callback(self._end_staging)
+        self._stage()
         self._undo.callback(self._drop_all)
         if shared.tensors:
             self.shared_copies = self.copier.load([shared])
         for part in self.parts:
             if part.pinned_down.tensors:
                 part.kept = self.copier.load([part.pinned_down])
-        self.apply(layout)
+        try:
+            self.apply(layout)
+        except torch.OutOfMemoryError:
+            if keeper is None:
+                raise
+            self.apply(keeper.least_layout(self))
         for part, component in zip(self.parts, plan.components, strict=True):
             self._hang_door(part, component)
         with torch.inference_mode(False), torch.no_grad():
-            self.stream.prime()
+            self.stream.prime(wait=True)
 
     def _adopt(self, unit: HostUnit) -> None:
         pin = self.config.pin_memory
-        pinned = pin if isinstance(pin, bool) else self.pinned_bytes + unit.nbytes <= pin
+        pinned = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + unit.nbytes <= pin
         pinned = pinned and not self.accelerator.is_cpu
         try:
             unit.adopt(functools.partial(self.accelerator.host_buffer, pin=pinned), pinned=pinned)
@@ -157,11 +175,40 @@ class Runtime:
             if not pinned or self.config.pin_failure_policy == "fail":
                 raise
             pinned = False
+            self._unpinnable += unit.nbytes
             unit.adopt(functools.partial(self.accelerator.host_buffer, pin=False), pinned=False)
         if pinned:
             self.pinned_bytes += unit.nbytes
         else:
             self.unpinned_bytes += unit.nbytes
+
+    def _reserve_staging(self, units: Sequence[HostUnit]) -> None:
+        """Sets aside, of a pin budget that is too small for all masters, what staging the others takes."""
+        pin = self.config.pin_memory
+        if not isinstance(pin, bool) and sum(u.nbytes for u in units) > pin:
+            self._staging_bytes = BUFFERS * max(512, min(CHUNK_BYTES, pin // (8 * BUFFERS)) // 512 * 512)
+
+    def _stage(self) -> None:
+        """Opens the staging ring if there are masters that are not pinned."""
+        if self._unpinnable:
+            warnings.warn(
+                f"{format_bytes(self._unpinnable)} of weights could not be pinned and stay pageable: their copies take "
+                "longer",
+                stacklevel=2,
+            )
+        if self.unpinned_bytes and not self.accelerator.is_cpu:
+            widest = max(u.nbytes for part in self.parts for u in part.units)
+            chunk = self._staging_bytes // BUFFERS or min(CHUNK_BYTES, widest)
+            try:
+                self.copier.stager = Stager(self.accelerator, self.copier.stream, chunk)
+            except RuntimeError:
+                return  # plain copies from pageable memory work, and make the host wait
+            self.pinned_bytes += self.copier.stager.nbytes
+
+    def _end_staging(self) -> None:
+        stager, self.copier.stager = self.copier.stager, None
+        if stager is not None:
+            stager.close()
 
     def _hang_door(self, part: Part, component: Component) -> None:
         door = Door(
@@ -211,6 +258,7 @@ class Runtime:
             part.copies.clear()
             part.kept.clear()
             part.additions.clear()
+        self._end_staging()
         self.shared_copies.clear()
         self.parts.clear()
         self.stream.abandon()
@@ -473,7 +521,7 @@ class Runtime:
         """Learns of the calls of a pipeline, one of several that may share the components."""
         watch(pipeline, self)
         with contextlib.suppress(TypeError):  # some objects cannot be referred to weakly
-            self.pipelines = [r for r in self.pipelines if r() is not None] + [weakref.ref(pipeline)]
+            self.pipelines = [r for r in self.pipelines if r() is not None] + [reference_to(pipeline)]
 
     def _is_calling(self) -> bool:
         return self._in_call or bool(self.occupancy.inside)
@@ -584,6 +632,14 @@ def _fixed_layout(
         else:
             shares[part.name] = Share("always" if component.placement == RESIDENT else "phase", every)
     return Layout(shares, (arena_bytes or 2 * widest) if widest else 0)
+
+
+def reference_to(pipeline: Any) -> Callable[[], Any]:
+    """A weak reference, or a strong one to an object that has none, such as a SimpleNamespace."""
+    try:
+        return weakref.ref(pipeline)
+    except TypeError:
+        return lambda: pipeline
 
 
 def _rounded(nbytes: int) -> int:
