@@ -22,6 +22,7 @@ from greenroom.engine.job import Job
 PROMPT = "a handwritten seven"
 STRATEGIES: dict[str, dict[str, Any]] = {
     "resident": {},
+    "budget": {"memory_budget": 6 * 2**20},
     "flag model-level": {"enable_cpu_offload": True},
     "flag layerwise": {"enable_layerwise_offload": True},
     "module, all": {"diffusion_offload_config": {"mode": "module", "components": ["dit", "text_encoder", "vae"]}},
@@ -90,7 +91,10 @@ def omni(emu: Any) -> Any:
 @pytest.mark.parametrize("model", CALLS)
 def test_same_seed_same_bits(emu: Any, folders: Any, never_offloaded: Any, model: str, strategy: str) -> None:
     expected = never_offloaded(model, 7)
-    with Omni(folders[model], device="emu", **STRATEGIES[strategy]) as engine:
+    words = dict(STRATEGIES[strategy])
+    if "memory_budget" in words:  # it covers all that this process holds, other tests' pipelines included
+        words["memory_budget"] += emu.memory_allocated() + (0 if model == "demo" else 2**20)
+    with Omni(folders[model], device="emu", **words) as engine:
         first = engine.generate(PROMPT, {"seed": 7, **CALLS[model]}, progress=False)[0]
         assert np.array_equal(_drawn(first), expected)
         other = engine.generate(PROMPT, {"seed": 8, **CALLS[model]}, progress=False)[0]
@@ -99,7 +103,7 @@ def test_same_seed_same_bits(emu: Any, folders: Any, never_offloaded: Any, model
         assert np.array_equal(_drawn(again), expected)
         steps = CALLS[model]["num_inference_steps"]
         assert first.metrics.steps == steps and first.seed == first.metrics.seed == 7
-        assert (first.metrics.bytes_to_device > 0) == (strategy != "resident")
+        assert (first.metrics.bytes_to_device > 0) == (strategy != "resident") or strategy == "budget"
         phases = (first.metrics.encode_s, first.metrics.denoise_s, first.metrics.decode_s)
         assert all(p > 0 for p in phases) and sum(phases) == pytest.approx(first.metrics.total_s)
 
@@ -279,7 +283,8 @@ def test_an_exception_in_a_block_fails_that_request_alone(omni: Any, never_offlo
     )
 
 
-def test_a_dead_worker_is_told_and_replaced(omni: Any, never_offloaded: Any) -> None:
+@pytest.mark.parametrize("place", ["between two steps", "inside a block"])
+def test_a_dead_worker_is_told_and_replaced(omni: Any, never_offloaded: Any, place: str) -> None:
     blocker = threading.Event()
     omni._worker.order(lambda: blocker.wait(10))
     dying, next_one = omni.submit(_request()), omni.submit(_request())
@@ -288,7 +293,14 @@ def test_a_dead_worker_is_told_and_replaced(omni: Any, never_offloaded: Any) -> 
         if job.step == 1:
             raise SystemExit("killed")
 
-    dying.listen(die)
+    def die_inside(module: Any, args: Any) -> None:
+        handle.remove()
+        raise SystemExit("killed")
+
+    if place == "between two steps":
+        dying.listen(die)
+    else:
+        handle = omni.pipeline.transformer.transformer_blocks[1].register_forward_pre_hook(die_inside)
     blocker.set()
     for job in (dying, next_one):
         with pytest.raises(WorkerDied):
@@ -322,6 +334,29 @@ def test_sleep_frees_the_device_and_wake_brings_the_same_bits(emu: Any, never_of
         assert not waiting.future.done()
         engine.wake()
         assert np.array_equal(_drawn(waiting.future.result(60)), never_offloaded("demo", 7))
+
+
+@pytest.mark.parametrize("strategy", ["layer, both", "module, all", "budget"])
+def test_another_budget_gives_the_same_bits(emu: Any, never_offloaded: Any, strategy: str) -> None:
+    base = emu.memory_allocated()  # of other tests' pipelines, which a budget covers as well
+    with Omni(checkpoint_path(), device="emu", **STRATEGIES[strategy]) as engine:
+        for budget in (base + 9_000_000, base + 7_500_000, base + 16_000_000):
+            report = engine.set_memory(budget)
+            assert report is not None and report.budget == budget
+            for _ in range(2):
+                drawn = _drawn(engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0])
+                assert np.array_equal(drawn, never_offloaded("demo", 7))
+        with pytest.raises(ConfigError, match="memory_budget"):
+            engine.set_memory("1kB")
+        with pytest.raises(ConfigError, match="memory_budget"):
+            engine.set_memory("much")
+        assert engine.report().budget == base + 16_000_000
+        assert np.array_equal(_drawn(engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), drawn)
+
+
+def test_what_is_not_offloaded_has_no_budget(emu: Any) -> None:
+    with Omni(checkpoint_path(), device="emu") as engine, pytest.raises(ConfigError, match="not offloaded"):
+        engine.set_memory("6MiB")
 
 
 def test_shutdown_frees_the_device_and_ends_the_thread(emu: Any) -> None:

@@ -315,7 +315,7 @@ class Omni:
     # ------------------------------------------------------------------ on the worker's thread
 
     def _start(self) -> Worker:
-        worker = Worker(self._set_up, self._run, self._max_queue)
+        worker = Worker(self._set_up, self._run, self._unplace, self._max_queue)
         try:
             worker.ready.result()
         except BaseException:

@@ -7,6 +7,7 @@ Note [First come, first served]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -29,12 +30,18 @@ class Worker:
     Args:
         setup: run on the worker's thread before anything else; what it raises ends the worker.
         run: runs one job.
+        clean_up: run on the worker's thread when an error has ended it; what it raises is not told.
         max_waiting: most jobs that may wait; None for no limit.
     """
 
     def __init__(
-        self, setup: Callable[[], None], run: Callable[[Job], OmniResult], max_waiting: int | None = None
+        self,
+        setup: Callable[[], None],
+        run: Callable[[Job], OmniResult],
+        clean_up: Callable[[], None],
+        max_waiting: int | None = None,
     ) -> None:
+        self._clean_up = clean_up
         self._setup = setup
         self._run = run
         self.max_waiting = max_waiting
@@ -150,6 +157,9 @@ class Worker:
                 pass
             self._die(None)
         except BaseException as error:
+            # On this thread, which may still hold what a computation takes: nobody else can give it back.
+            with contextlib.suppress(Exception):
+                self._clean_up()
             self._die(error)
 
     def _turn(self) -> bool:

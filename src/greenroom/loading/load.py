@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import importlib
 import inspect
 import json
@@ -34,6 +35,7 @@ from greenroom.loading.locate import INDEX_FILE, locate, read_index, recommended
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACCEPTED_DTYPES = '"auto" (as stored), ' + ", ".join(f'"{name}"' for name in DTYPES)
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc; other C libraries have no mallopt, or ignore it
 _LIBRARIES = ("diffusers", "transformers")
 DtypeWord = str | torch.dtype | None
 
@@ -138,6 +140,8 @@ def load_checkpoint(
     entries = {n: v for n, v in index.items() if not n.startswith("_") and isinstance(v, list) and v[0] is not None}
     files = {name: found for name in entries if (found := component_files(folder, name, variant)) is not None}
     _check_weights_present(folder, entries, files)
+    if any((d := _dtype_of(dtype, n, f)) is not None and d != f.stored_dtype for n, f in files.items()):
+        _give_freed_memory_back()
     modules: dict[str, nn.Module] = {}
     unexpected: dict[str, tuple[str, ...]] = {}
     with _quiet():
@@ -177,6 +181,16 @@ def _dtype_of(dtype: Any, name: str, files: ComponentFiles) -> torch.dtype | Non
         return dtype
     stored = files.stored_dtype
     return stored if stored in DTYPES.values() else None
+
+
+def _give_freed_memory_back() -> None:
+    """Keeps tensors of a mebibyte and more out of the C library's heap, which would not shrink when they are freed.
+
+    Converted weights are freed block by block while the offload copies them. glibc moves its threshold up to 32 MiB
+    when large allocations are freed, and from then on the holes that they leave would stay with the process.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def _refuse_remote_code(folder: Path, index: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from greenroom.engine import Omni
 from greenroom.serving.app import create_app
 from greenroom.serving.settings import ServerSettings
 
-
 # Seconds after which a thread that computes lets another have the interpreter. The event loop needs it several times
 # for one answer; at CPython's own 5 ms those waits would add up to what a health check must not take.
 _SWITCH_INTERVAL = 0.0005
