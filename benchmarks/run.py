@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [--quick] [NAME ...]
 
-Names: streaming, residency, real_time, host_cost. Exits with 1 when a gate fails.
+Names: streaming, residency, budget, real_time, host_cost. Exits with 1 when a gate fails.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 
 import torch
 
+import budget
 import host_cost
 import real_time
 import residency
@@ -24,6 +25,7 @@ BENCHMARKS = {
     "host_cost": host_cost.run,
     "streaming": streaming.run,
     "residency": residency.run,
+    "budget": budget.run,
     "real_time": real_time.run,
 }
 

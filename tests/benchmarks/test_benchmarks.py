@@ -34,6 +34,18 @@ def budgeted(emu_module: ModuleType) -> Any:
     return residency.run(quick=True)
 
 
+@pytest.fixture(scope="module")
+def kept(emu_module: ModuleType) -> Any:
+    import budget
+
+    return budget.run(quick=True)
+
+
+def test_a_budget_meets_its_gates(kept: Any) -> None:
+    """Peaks within the budget, and steps and peaks as they were predicted after one call."""
+    assert failing(kept) == []
+
+
 def failing(result: Any) -> list[str]:
     return [str(gate) for gate in result.gates if not gate.holds]
 
