@@ -148,13 +148,13 @@ class Copier:
                 block.unit.release(thorough=thorough)
                 block.fixed = None
 
-    def hold(self, track: Track) -> None:
-        """Keeps all blocks of `track` on the device until `unhold`, for a call that runs them many times in a row.
+    def hold(self, track: Track, blocks: Sequence[StreamedBlock]) -> None:
+        """Keeps blocks of `track` on the device until `unhold`, for a call that runs them many times in a row.
 
         Raises:
             torch.OutOfMemoryError: they do not all fit; nothing is held.
         """
-        loose = [b for b in track.blocks if b.fixed is None]
+        loose = [b for b in blocks if b.fixed is None]
         self.fix(loose)
         track.held.append(loose)
 

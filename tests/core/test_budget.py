@@ -196,6 +196,27 @@ def test_running_out_of_memory_shrinks_and_runs_again(emu: ModuleType) -> None:
     assert emu.memory_allocated() <= total * 0.5
 
 
+def test_generate_holds_what_fits_into_the_budget(emu: ModuleType) -> None:
+    modelled(emu)
+    pipe = TwoEncoders()
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        expected = pipe.text_encoder_2.generate(tokens, new=6)
+        total = weights(pipe)
+        handle = greenroom.offload(pipe, memory=int(total * 0.2), device="emu")
+        pipe("emu")
+        moved = []
+        for _ in range(3):
+            emu.reset_counters()
+            emu.reset_peak_memory_stats()
+            assert torch.equal(pipe.text_encoder_2.generate(tokens, new=6).cpu(), expected)
+            moved.append(emu.counters()["h2d_bytes"])
+            pipe.maybe_free_model_hooks()
+            assert emu.max_memory_allocated() <= total * 0.2
+    assert handle.report().peak <= total * 0.2
+    assert moved[-1] < 6 * toys.nbytes(pipe.text_encoder_2)
+
+
 def test_nothing_left_to_give(emu: ModuleType) -> None:
     modelled(emu)
     pipe = OneDiT()

@@ -172,6 +172,13 @@ class MemoryKeeper:
             )
         return PipelineModel(tuple(components), reserved)
 
+    def room(self, runtime: Runtime, part: Part) -> int:
+        """Bytes that are left beside what is on the device and what `part` needs to compute."""
+        left = self.limit() - runtime.device_bytes() - int(self.budget * _MARGIN)
+        need = max(self.observed[part.name].need, self._foreign(runtime))
+        # Half of it, while what it needs is not known.
+        return max(0, left - need) if self.observed[part.name].activations else max(0, left - need) // 2
+
     def _foreign(self, runtime: Runtime) -> int:
         """Bytes on the device that are neither weights nor rings: tensors of the user, of other pipelines."""
         device = self.accelerator.device

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import traceback
 import warnings
 import weakref
@@ -30,7 +31,7 @@ from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Addition, Part, cut
 from greenroom.strategies.probe import Probe, Timing
-from greenroom.streaming import BlockStream, Copier, StreamedBlock, Track
+from greenroom.streaming import BlockStream, Copier, StreamedBlock
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
@@ -43,6 +44,9 @@ class Keeper(Protocol):
     def first_layout(self, runtime: Runtime) -> Layout: ...
 
     def least_layout(self, runtime: Runtime) -> Layout: ...
+
+    def room(self, runtime: Runtime, part: Part) -> int:
+        """Bytes that are left beside what is on the device and what `part` needs to compute."""
 
     def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
         """Before a part is brought in."""
@@ -399,7 +403,7 @@ class Runtime:
                 part.stream.begin_forward(part.track)
                 self._prime(part.stream)
             elif self._holds(part, door):
-                self._hold(part.track)
+                self._hold(part)
         self._prime(self.stream)
 
     def _leave(self, part: Part, door: str, failed: bool) -> None:
@@ -425,9 +429,16 @@ class Runtime:
             part.stream.heal()
         self.keeper.shrink(self, part, error)
 
-    def _hold(self, track: Track) -> None:
+    def _hold(self, part: Part) -> None:
+        """Keeps the blocks of `part` for a call that runs them many times; within a budget, as many as fit."""
+        assert part.track is not None
+        blocks = part.track.streamed
+        if self.keeper is not None:
+            room = self.keeper.room(self, part)
+            sizes = itertools.accumulate(b.unit.nbytes for b in blocks)
+            blocks = [b for b, size in zip(blocks, sizes, strict=True) if size <= room]
         try:
-            self.copier.hold(track)
+            self.copier.hold(part.track, blocks)
         except torch.OutOfMemoryError:
             # Slow is better than not at all: each block then comes by once for each token.
             if self.keeper is None:
