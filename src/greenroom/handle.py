@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from greenroom.config import OffloadConfig
@@ -36,6 +37,7 @@ class ComponentReport:
         blocks: number of blocks known.
         streamed_blocks: number of blocks that pass through the arena.
         pageable: host bytes that are not pinned; they reach the device through the staging ring.
+        note: what could not be moved and stays on the device, if anything.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ComponentReport:
     blocks: int
     streamed_blocks: int
     pageable: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Report:
                 f"  {c.name:<24} {c.role:<14} {c.placement:<9} {format_bytes(c.weights):>10}, "
                 f"{format_bytes(c.resident)} resident, {format_bytes(c.moved)} moved a pass{blocks}"
                 + (f", {format_bytes(c.pageable)} pageable" if c.pageable else "")
+                + (f"; {c.note}" if c.note else "")
             )
         if self.budget is not None:
             predicted = "not yet known" if self.predicted_peak is None else format_bytes(self.predicted_peak)
@@ -302,6 +306,13 @@ def release(pipeline: Any, runtime: Runtime) -> None:
     unwatch(pipeline)
 
 
+def _unmovable(tensors: list[torch.Tensor]) -> str:
+    if not tensors:
+        return ""
+    kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
+    return f"{len(tensors)} tensors of kind {kinds} cannot be moved and stay where they are"
+
+
 def report_of(runtime: Runtime) -> Report:
     components = []
     always = runtime.stream.arena_bytes + runtime.shared_bytes
@@ -329,6 +340,7 @@ def report_of(runtime: Runtime) -> Report:
                 blocks=len(blocks),
                 streamed_blocks=len(streamed),
                 pageable=sum(u.nbytes for u in part.units if not u.pinned),
+                note=_unmovable(part.unmovable),
             )
         )
     companions = phases.pop("companion", 0)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Tensors start at multiples of this many bytes inside a slab: as aligned as a separate allocation is on the CPU and
 # enough for every vectorised kernel, which matters for equal results, since kernels pick their path by alignment.
@@ -71,7 +72,7 @@ def alias_groups(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     by_storage: dict[tuple[str, int], list[torch.Tensor]] = {}
     groups: list[list[torch.Tensor]] = []
     for tensor in unique:
-        if tensor.numel() == 0 or tensor.device.type == "meta":
+        if tensor.numel() == 0 or tensor.device.type == "meta" or not movable(tensor):
             groups.append([tensor])
         else:
             key = (str(tensor.device), tensor.untyped_storage().data_ptr())
@@ -97,14 +98,42 @@ def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that hold the bytes: `tensor` itself, or those inside a wrapper subclass, however deep."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if inner is not None:
+                yield from inner_tensors(inner)
+    else:
+        yield tensor
+
+
+def movable(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is dense memory of its own that another can stand in for."""
+    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        return tensor.numel() == 0 or (storage.data_ptr() != 0 and storage.nbytes() >= extent(tensor)[1])
+    except (RuntimeError, NotImplementedError):
+        return False  # a wrapper that does not say what is inside
+
+
 def module_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Every Parameter and buffer object of `module`, persistent or not, each once."""
+    """Every Parameter and buffer object of `module`, persistent or not, each once.
+
+    Of a wrapper subclass, as quantised weights are, it is the tensors inside.
+    """
     seen: set[int] = set()
     for child in module.modules():
         for tensor in (*child._parameters.values(), *child._buffers.values()):
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield tensor
+                if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+                    yield tensor
+                else:
+                    yield from inner_tensors(tensor)
 
 
 class HostUnit:

@@ -19,7 +19,7 @@ from greenroom import catalog, discovery
 from greenroom.config import OffloadConfig, Strategy
 from greenroom.declare import OffloadPlan, block_paths, blocks_attrs_of, component_lists_of, plan_of
 from greenroom.errors import NotSupportedError, TopologyError
-from greenroom.host import extent, module_tensors, unique_bytes
+from greenroom.host import extent, module_tensors, movable, unique_bytes
 from greenroom.memory import format_bytes
 
 RESIDENT = "resident"
@@ -377,7 +377,7 @@ def _shared(components: list[Component]) -> Iterator[torch.Tensor]:
     first: dict[tuple[str, int], str] = {}
     for component in components:
         for tensor in module_tensors(component.module):
-            if tensor.numel() == 0:
+            if tensor.numel() == 0 or not movable(tensor):
                 continue
             key = (str(tensor.device), tensor.untyped_storage().data_ptr() + extent(tensor)[0])
             if first.setdefault(key, component.name) != component.name:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from greenroom.errors import OffloadError
-from greenroom.host import HostUnit, module_tensors, unique_bytes
-from greenroom.strategies.parts import Part, check_plain
+from greenroom.host import HostUnit, module_tensors, movable, unique_bytes
+from greenroom.strategies.parts import Part, refuse_unmovable
 
 if TYPE_CHECKING:
     from greenroom.strategies.runtime import Runtime
@@ -55,15 +55,15 @@ def adapt(
     inside = {id(m) for m in module.modules()}
     if any(b is None or id(b) not in inside for b in blocks):
         raise OffloadError(f"{part.name}: blocks were replaced since the offload; call handle.rescan()")
-    for tensor in module_tensors(module):
-        check_plain(part.name, tensor)
+    part.unmovable = [t for t in module_tensors(module) if not movable(t)]
+    refuse_unmovable(part.name, part.unmovable, runtime.accelerator.device)
     runtime.drop_all_additions(part)
     owner: dict[int, int] = {}
     for i, block in enumerate(blocks):
         assert block is not None
         for tensor in module_tensors(block):
             owner[id(tensor)] = -1 if owner.get(id(tensor), i) != i else i
-    tensors = list(module_tensors(module))
+    tensors = [t for t in module_tensors(module) if movable(t)]
     present = {id(t) for t in tensors}
     had = shared | {id(t) for u in part.cut_units for t in u.tensors}
     fresh = [t for t in tensors if id(t) not in had]

@@ -9,7 +9,7 @@ import torch
 
 from greenroom import catalog, discovery
 from greenroom.errors import NotSupportedError
-from greenroom.host import HostUnit, alias_groups, module_tensors
+from greenroom.host import HostUnit, alias_groups, module_tensors, movable
 from greenroom.strategies.layout import Share
 from greenroom.streaming import BlockStream, DeviceCopy, StreamedBlock, Track
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component
@@ -50,6 +50,7 @@ class Part:
         known: ids of all tensors of the component as they were when they were last looked at; the units keep those
             tensors alive, so that no id is used twice.
         noticed: whether that was in the call that is running.
+        unmovable: tensors whose bytes nothing can stand in for; they stay where they are.
         additions: what was added to the component since it was cut, adapters mostly.
     """
 
@@ -68,6 +69,7 @@ class Part:
     stream: BlockStream | None = None
     known: list[int] = field(default_factory=list)
     noticed: bool = False
+    unmovable: list[torch.Tensor] = field(default_factory=list)
     additions: list[Addition] = field(default_factory=list)
 
     @property
@@ -119,8 +121,6 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
     blocks do. Tensors in `shared` belong to several components and are left out. For a component that `may_leave`
     the device, what the pipeline reads without entering it is set apart.
 
-    Raises:
-        NotSupportedError: a tensor is a wrapper whose bytes lie elsewhere.
     """
     left_out = {id(t) for t in shared}
     owner: dict[int, int] = {}
@@ -131,10 +131,12 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
     per_block: list[list[torch.Tensor]] = [[] for _ in component.blocks]
     rest: list[torch.Tensor] = []
     pinned_down: list[torch.Tensor] = []
+    unmovable: list[torch.Tensor] = []
     for group in alias_groups(module_tensors(component.module)):
-        for tensor in group:
-            check_plain(component.name, tensor)
         if any(id(t) in left_out for t in group):
+            continue
+        if not all(movable(t) for t in group):
+            unmovable += group
             continue
         owners = {owner.get(id(t), -1) for t in group}
         if any(id(t) in outside for t in group):
@@ -153,6 +155,7 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
         pinned_down=HostUnit(f"{component.name} (read from outside)", pinned_down),
         nbytes=component.nbytes,
         hold=frozenset(component.hold),
+        unmovable=unmovable,
     )
 
 
@@ -166,9 +169,15 @@ def _read_from_outside(component: Component) -> set[int]:
     return found
 
 
-def check_plain(name: str, tensor: torch.Tensor) -> None:
-    if type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
-        raise NotSupportedError(
-            f"{name} holds a {type(tensor.data).__name__} ({tensor.layout}), which cannot be moved yet; accepted: "
-            "plain dense tensors"
-        )
+def refuse_unmovable(name: str, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Lets tensors that cannot be moved pass where they are on `device` already.
+
+    Raises:
+        NotSupportedError: one is elsewhere.
+    """
+    for tensor in tensors:
+        if tensor.device != device:
+            raise NotSupportedError(
+                f"{name} holds a {type(tensor).__name__} ({tensor.layout}) on {tensor.device}, which cannot be moved; "
+                f"accepted: dense tensors, wrapper subclasses with __tensor_flatten__, or weights on {device} already"
+            )

@@ -22,14 +22,14 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
-from greenroom.host import HostUnit, module_tensors
+from greenroom.host import HostUnit, module_tensors, movable
 from greenroom.memory import format_bytes
 from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
 from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.calls import refuse_strangers, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
-from greenroom.strategies.parts import Addition, Part, cut
+from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
 from greenroom.strategies.probe import Probe, Timing
 from greenroom.streaming import BlockStream, Copier, StreamedBlock
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
@@ -134,6 +134,8 @@ class Runtime:
     ) -> None:
         keeper = self.keeper
         self.parts = [cut(c, plan.shared, may_leave=keeper is not None or c.placement == SWAP) for c in plan.components]
+        for part in self.parts:
+            refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
         shared = HostUnit("shared between components", plan.shared)
         self.shared_bytes = shared.nbytes
         layout = keeper.first_layout(self) if keeper else _fixed_layout(plan, self.parts, residents, arena_bytes)
@@ -684,6 +686,6 @@ def _sweep(reference: weakref.ref[nn.Module], origin: torch.device, device: torc
     if module is None or origin == device:
         return
     for tensor in module_tensors(module):
-        if tensor.device == device:
+        if tensor.device == device and movable(tensor):
             with torch.inference_mode(False), torch.no_grad():
                 tensor.data = tensor.detach().to(origin)
