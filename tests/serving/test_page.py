@@ -66,7 +66,7 @@ def errors(browser: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def budgeted(emu_module: Any) -> Iterator[Live]:
     """The demo under a memory budget."""
-    omni = Omni(checkpoint_path(), device="emu", memory_budget=6 * 2**20 + emu_module.memory_allocated())
+    omni = Omni(checkpoint_path(), device="emu", memory_budget=4_800_000 + emu_module.memory_allocated())
     with serving(omni, ServerSettings(served_model_name="greenroom-demo", shutdown_timeout=5)) as live:
         yield live
 

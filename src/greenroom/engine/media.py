@@ -116,11 +116,14 @@ def write_video(frames: Sequence[Any], fps: int = 16) -> bytes:
     height, width = arrays[0].shape[:2]
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
-        stream: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "16", "threads": "1"})
+        # One thread, since the encoder's decisions may otherwise depend on how its threads meet.
+        options = {"crf": "16", "threads": "1", "x264-params": "lookahead-threads=1:sliced-threads=0"}
+        stream: Any = container.add_stream("libx264", rate=Fraction(fps), options=options)
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p" if width % 2 == 0 and height % 2 == 0 else "yuv444p"
         for array in arrays:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(array, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(array, format="rgb24")
+            container.mux(stream.encode(frame.reformat(format=stream.pix_fmt)))
         container.mux(stream.encode())
     return out.getvalue()
 
