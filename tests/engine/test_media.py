@@ -76,5 +76,14 @@ def test_a_video_has_its_frames_and_is_repeatable(size: tuple[int, int]) -> None
     assert len(read) == 5 and read[0].shape == (size[1], size[0], 3)
 
 
+def test_colours_survive_a_video() -> None:
+    av = pytest.importorskip("av")
+    for colour in ((255, 255, 255), (0, 0, 0), (200, 30, 60), (10, 180, 90), (20, 40, 220)):
+        data = write_video([Image.new("RGB", (64, 64), colour)] * 3)
+        with av.open(io.BytesIO(data)) as container:
+            frame = next(container.decode(video=0)).to_ndarray(format="rgb24")
+        assert np.abs(frame.astype(int) - np.array(colour)).max() <= 6, colour
+
+
 def test_floats_become_bytes() -> None:
     assert as_pixels(np.array([[[0.0, 0.5, 2.0]]])).tolist() == [[[0, 128, 255]]]

@@ -122,10 +122,30 @@ def write_video(frames: Sequence[Any], fps: int = 16) -> bytes:
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p" if width % 2 == 0 and height % 2 == 0 else "yuv444p"
         for array in arrays:
-            frame = av.VideoFrame.from_ndarray(array, format="rgb24")
-            container.mux(stream.encode(frame.reformat(format=stream.pix_fmt)))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(_as_yuv(array, stream.pix_fmt), stream.pix_fmt)))
         container.mux(stream.encode())
     return out.getvalue()
+
+
+def _as_yuv(pixels: np.ndarray, layout: str) -> np.ndarray:
+    """RGB as planes of limited-range YUV after ITU-R BT.601, in whole numbers.
+
+    By hand, since libswscale rounds differently with where in memory a frame happens to lie.
+
+    Returns:
+        (3, height, width) for "yuv444p"; (height * 3 / 2, width), the planes one after another, for "yuv420p".
+    """
+    red, green, blue = (pixels[..., i].astype(np.int32) for i in range(3))
+    luma = 16 + ((66 * red + 129 * green + 25 * blue + 128) >> 8)
+    chroma = (
+        128 + ((-38 * red - 74 * green + 112 * blue + 128) >> 8),
+        128 + ((112 * red - 94 * green - 18 * blue + 128) >> 8),
+    )
+    if layout == "yuv444p":
+        return np.stack([luma, *chroma]).astype(np.uint8)
+    height, width = luma.shape
+    halves = [(c.reshape(height // 2, 2, width // 2, 2).sum((1, 3)) + 2) >> 2 for c in chroma]
+    return np.concatenate([luma.ravel(), *(h.ravel() for h in halves)]).astype(np.uint8).reshape(-1, width)
 
 
 def write_frames(frames: Sequence[Any]) -> bytes:
