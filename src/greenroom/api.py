@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,6 +55,9 @@ def offload(
         OffloadError: the device is not there, or the pipeline is in use.
         torch.OutOfMemoryError: what has to stay on the device does not fit; the pipeline is as it was.
     """
+    unknown = set(legacy) - set(inspect.signature(parse_config).parameters)
+    if unknown:
+        raise TypeError(f"offload() got an unexpected keyword argument {min(unknown)!r}")
     parsed = parse_config(config, memory=memory, **legacy)
     accelerator = Accelerator.of(device)
     require_single_process(parsed)

@@ -77,8 +77,12 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Draws one picture with a local diffusers checkpoint, offloaded."""
+    from PIL import Image
+
     from greenroom.generate import Request, generate_image
 
+    if output.suffix.lower() not in Image.registered_extensions():
+        raise _fail(f"output = {str(output)!r} is not accepted; accepted: a name that ends in .png, .jpg, .webp or so")
     request = Request(
         prompt=prompt,
         negative_prompt=negative_prompt,

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from greenroom.accelerator import Accelerator
 from greenroom.api import offload
 from greenroom.config import parse_config
 from greenroom.errors import ConfigError
 from greenroom.handle import Report
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-# Recommended call arguments that a checkpoint may bring along, beside model_index.json.
-DEFAULTS_FILE = "greenroom.json"
+from greenroom.loading import check_dtype, load_checkpoint, recommended_call
 
 
 @dataclass(frozen=True)
@@ -90,34 +83,27 @@ def generate_image(
 
     Raises:
         ConfigError: a word, an argument or the dtype is not accepted.
-        OSError: the folder is not a diffusers checkpoint.
+        OffloadError: the device is not there.
+        CheckpointError: the folder is not a diffusers checkpoint, or not a whole one.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError("dtype", dtype, "auto, " + ", ".join(DTYPES))
-    if not (model / "model_index.json").is_file():
-        raise ConfigError("model", str(model), "a folder with a diffusers model_index.json")
     wanted = config is not None or memory is not None or enable_cpu_offload or enable_layerwise_offload
-    if wanted:  # every word is read before gigabytes are
-        parsed = parse_config(
-            config,
-            memory=memory,
-            enable_cpu_offload=enable_cpu_offload,
-            enable_layerwise_offload=enable_layerwise_offload,
-        )
+    # Every word is read, and the device found, before gigabytes are.
+    parsed = parse_config(
+        config,
+        memory=memory,
+        enable_cpu_offload=enable_cpu_offload,
+        enable_layerwise_offload=enable_layerwise_offload,
+    )
     place = _device(device)
-    from diffusers import DiffusionPipeline
-
-    pipe: Any = DiffusionPipeline.from_pretrained(model, torch_dtype=DTYPES.get(dtype, "auto"))
+    check_dtype(dtype)
+    pipe = load_checkpoint(str(model), dtype=dtype).pipeline
     accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
-    call = request.call_arguments(accepted, _recommended(model))
-    report = None
-    if wanted:
-        handle = offload(pipe, parsed, device=place)
-        picture = pipe(**call).images[0]
-        report = handle.report()
-    else:
-        picture = pipe.to(place)(**call).images[0]
-    return picture, report
+    call = request.call_arguments(accepted, recommended_call(model))
+    if not wanted:
+        return pipe.to(place)(**call).images[0], None
+    handle = offload(pipe, parsed, device=place)
+    picture = pipe(**call).images[0]
+    return picture, handle.report()
 
 
 def _device(device: str | None) -> str:
@@ -126,9 +112,4 @@ def _device(device: str | None) -> str:
         return "cpu" if present is None else present.type
     if device.split(":")[0] == "emu":
         import greenroom.emulator  # noqa: F401 - registers the device
-    return device
-
-
-def _recommended(model: Path) -> dict[str, Any]:
-    file = model / DEFAULTS_FILE
-    return dict(json.loads(file.read_text()).get("call", {})) if file.is_file() else {}
+    return str(Accelerator.of(device).device)

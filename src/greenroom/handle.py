@@ -275,8 +275,13 @@ class Handle:
         """Inside the block, the tensors of `module` hold their values on the device, in memory of their own.
 
         What is changed in place is written back to the host when the block ends.
+
+        Raises:
+            OffloadError: `module` is no part of what is offloaded.
         """
         runtime = self._enabled_runtime()
+        if not runtime.holds(module):
+            raise OffloadError(f"materialized: {type(module).__name__} is no part of what this handle offloads")
         with runtime.occupancy.lock, runtime.materialized(module):
             yield module
 
@@ -383,7 +388,7 @@ def _kept(runtime: Runtime) -> dict[str, Any]:
             )
         )
     return {
-        "why": keeper.plan.why if keeper.plan is not None else "as little as possible until a call was measured",
+        "why": keeper.why,
         "budget": keeper.budget,
         "predicted_peak": keeper.plan.peak_bytes if keeper.plan is not None and keeper.measured else None,
         "peak": keeper.peak_so_far(),

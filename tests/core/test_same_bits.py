@@ -207,6 +207,55 @@ def test_two_pipelines_in_turns(emu: ModuleType, config: dict[str, Any]) -> None
         assert torch.equal(second("emu"), expected[1])
 
 
+def test_gradients_through_streamed_blocks_are_refused(emu: ModuleType) -> None:
+    pipe = toys.Pipeline()
+    context = {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    greenroom.offload(pipe, toys.LAYERWISE_DIT, device="emu")
+    x = torch.randn(1, 4, toys.WIDTH).to("emu").requires_grad_()
+    with pytest.raises(greenroom.OffloadError, match="inference"):
+        pipe.transformer(x, context).square().sum().backward()
+    greenroom.offload(pipe, toys.MODEL_LEVEL, device="emu")
+    pipe.transformer(x, context).square().sum().backward()
+    assert x.grad is not None
+
+
+def test_statistics_of_normalisation_in_training_are_kept(emu: ModuleType, config: dict[str, Any]) -> None:
+    class Normed(toys.Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.statistics = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(self.statistics(x))
+
+    def build() -> toys.Pipeline:
+        pipe = toys.Pipeline()
+        torch.manual_seed(7)
+        pipe.transformer.blocks = nn.ModuleList(Normed() for _ in range(4)).train()
+        return pipe
+
+    plain, offloaded = build(), build()
+    x, context = torch.randn(2, 4, toys.WIDTH), {"embeds": [torch.randn(2, 4, toys.WIDTH)]}
+    handle = greenroom.offload(offloaded, config, device="emu")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(offloaded.transformer(x, context).cpu(), plain.transformer(x, context))
+    handle.disable()
+    for a, b in zip(plain.transformer.buffers(), offloaded.transformer.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_weights_made_in_inference_mode(emu: ModuleType, config: dict[str, Any]) -> None:
+    with torch.inference_mode():
+        pipe = toys.Pipeline()
+        expected = pipe()
+        handle = greenroom.offload(pipe, config, device="emu")
+        for _ in range(2):
+            assert torch.equal(pipe("emu"), expected)
+        handle.disable()
+        assert torch.equal(pipe(), expected)
+
+
 def test_a_pipeline_may_be_any_object_with_modules(emu: ModuleType) -> None:
     source = toys.Pipeline()
     x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}

@@ -112,6 +112,7 @@ class MemoryKeeper:
             ConfigError: not even that fits; it says what would.
         """
         self.observed = {part.name: Observed() for part in runtime.parts}
+        self.accelerator.reset_peak()  # what was there before is none of this offload's
         self._careful = False
         plan = self._plan(runtime)
         weights = sum(u.nbytes for part in runtime.parts for u in part.units)
@@ -252,7 +253,11 @@ class MemoryKeeper:
             self.plan = None
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"the budget is too small for what the last call needed: {error}", stacklevel=2)
+                warnings.warn(
+                    f"the memory budget of {format_bytes(self.budget)} cannot be kept: the last call needed "
+                    f"{error.accepted} ({error.hint}); as little as possible stays on the device",
+                    stacklevel=2,
+                )
             layout = self._least(runtime, 1)
         else:
             self.plan = plan
@@ -379,6 +384,15 @@ class MemoryKeeper:
         if self._learned:
             self._learned = self._careful = False
             self._replan(runtime)
+
+    @property
+    def why(self) -> str:
+        """How the layout was chosen."""
+        if self.plan is not None:
+            return self.plan.why
+        if self.measured and not self._careful:
+            return "as little as possible: the budget is too small for what a call needed"
+        return "as little as possible until a call was measured"
 
     @property
     def measured(self) -> bool:

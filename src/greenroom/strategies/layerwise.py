@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from greenroom.accelerator import Accelerator
-from greenroom.config import OffloadConfig
+from greenroom.config import OffloadConfig, Strategy
 from greenroom.errors import ConfigError
 from greenroom.residency import spread
 from greenroom.strategies.runtime import Runtime
@@ -28,7 +28,10 @@ def enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) 
     def residents(component: Component) -> Sequence[int]:
         return _residents(config, component)
 
-    return Runtime(accelerator, config, plan, residents=residents)
+    runtime = Runtime(accelerator, config, plan, residents=residents)
+    if not config.distributed:
+        runtime.strategy = Strategy.LAYERWISE  # resident blocks alone need no group
+    return runtime
 
 
 def _residents(config: OffloadConfig, component: Component) -> Sequence[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from greenroom import catalog, discovery
 from greenroom.errors import NotSupportedError
@@ -128,6 +129,9 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
         for tensor in module_tensors(block.module):
             owner[id(tensor)] = -1 if owner.get(id(tensor), i) != i else i
     outside = _read_from_outside(component) if may_leave else set()
+    statistics = _running_statistics(component.module)
+    if may_leave:
+        outside |= statistics
     per_block: list[list[torch.Tensor]] = [[] for _ in component.blocks]
     rest: list[torch.Tensor] = []
     pinned_down: list[torch.Tensor] = []
@@ -141,7 +145,7 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
         owners = {owner.get(id(t), -1) for t in group}
         if any(id(t) in outside for t in group):
             pinned_down += group
-        elif len(owners) == 1 and (index := owners.pop()) >= 0:
+        elif len(owners) == 1 and (index := owners.pop()) >= 0 and not any(id(t) in statistics for t in group):
             per_block[index] += group
         else:
             rest += group
@@ -167,6 +171,12 @@ def _read_from_outside(component: Component) -> set[int]:
     if component.role == discovery.VAE:
         found |= {id(b) for b in component.module.buffers()}
     return found
+
+
+def _running_statistics(module: nn.Module) -> set[int]:
+    """Statistics that normalisation layers update in forward, in a way that leaves no trace on the tensor."""
+    layers = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats)
+    return {id(b) for layer in layers for b in layer.buffers(recurse=False)}
 
 
 def refuse_unmovable(name: str, tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
+from greenroom.errors import OffloadError
 from greenroom.host import HostUnit, module_tensors, movable
 from greenroom.memory import format_bytes
 from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
@@ -456,6 +457,11 @@ class Runtime:
             if other.share.hold == "phase" and part.excludes(other) and not any(other is owner for owner in at_work):
                 self._take_out(other)
 
+    def holds(self, module: nn.Module) -> bool:
+        """Whether any tensor of `module` belongs to a part."""
+        known = {id(t) for part in self.parts for u in part.units for t in u.tensors}
+        return any(id(t) in known for t in module_tensors(module))
+
     @contextlib.contextmanager
     def materialized(self, module: nn.Module) -> Iterator[None]:
         """The units that hold tensors of `module`, on the device, and written back to their masters afterwards."""
@@ -673,6 +679,22 @@ def _before(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: 
 
 def _after(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any, output: Any) -> None:
     stream.leave(block)
+    if block.fixed is None and torch.is_grad_enabled():
+        _refuse_gradients(output)
+
+
+def _refuse_gradients(output: Any) -> None:
+    """Lets backward fail where it would read weights whose place another block has taken since."""
+    for value in output if isinstance(output, list | tuple) else (output,):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value.register_hook(_no_gradients)
+
+
+def _no_gradients(gradient: torch.Tensor) -> None:
+    raise OffloadError(
+        "gradients reached a streamed block, whose weights have left the device since its forward; streaming is for "
+        'inference: use mode "module", or disable() the offload to train'
+    )
 
 
 def _origin_device(module: nn.Module) -> torch.device:
