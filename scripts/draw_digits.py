@@ -21,7 +21,7 @@ DEFAULT = Path(__file__).resolve().parent.parent / "docs" / "digits.png"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=DEFAULT)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=4)
     parser.add_argument("--rows", type=int, default=1, help="rows of ten digits, each with another seed")
     options = parser.parse_args()
     pipe = load_pipeline()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Trains the demo pipeline from nothing on scikit-learn's handwritten digits, repeatably, on a CPU.
 
-    python scripts/train_demo.py                      # about 15 minutes on two cores
+    python scripts/train_demo.py                      # a quarter to half an hour on two cores
     python scripts/train_demo.py --out /tmp/digits    # not into the package
 
 Needs ``pip install -e '.[demo]'``. Fixed numbers of steps and one seed: the same machine and library
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=850, help="steps of flow matching")
     parser.add_argument("--vae-steps", type=int, default=500)
     parser.add_argument("--reading-steps", type=int, default=250)
-    parser.add_argument("--distil-steps", type=int, default=220)
+    parser.add_argument("--distil-steps", type=int, default=180)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--evaluate", type=int, default=20, metavar="N", help="pictures per digit; 0: none")

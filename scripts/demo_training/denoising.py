@@ -29,7 +29,7 @@ LENGTHS = ((16, 64, 0.58), (32, 64, 0.26), (64, 40, 0.04), (128, 24, 0.05), (512
 PROMPT_DROP = 0.1
 PEAK_RATE = 1.5e-3
 DISTIL_RATE = 4e-4
-GUIDANCE = 3.0
+GUIDANCE = 2.0
 
 
 @dataclass(frozen=True)
