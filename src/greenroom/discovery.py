@@ -5,6 +5,8 @@ An attribute's name alone never decides: people rename components, and two libra
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from greenroom.host import module_tensors, unique_bytes
@@ -30,6 +32,12 @@ _LIBRARY_ROLES = (
     ("diffusers.models.controlnet", COMPANION),
     ("diffusers.models.adapter", COMPANION),
 )
+
+
+def uncompiled(module: Any) -> Any:
+    """The module inside what `torch.compile(module)` returns; anything else as it is."""
+    inner = getattr(module, "_orig_mod", None) if type(module).__name__ == "OptimizedModule" else None
+    return module if inner is None else inner
 
 
 def role_of(module: nn.Module) -> str:

@@ -52,6 +52,7 @@ class Component:
         rest_bytes: the bytes outside its blocks.
         hold: entry points, beside forward, for whose whole duration the component stays on the device.
         declared_by: where role and blocks come from: "plan", "lists", "class", "catalog" or "discovery".
+        wrapper: what the pipeline holds instead of the module, where that is what `torch.compile(module)` returned.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Component:
     rest_bytes: int
     hold: tuple[str, ...]
     declared_by: str
+    wrapper: Any = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def resolve(pipeline: Any, config: OffloadConfig) -> ResolvedPlan:
                 rest_bytes=nbytes - unique_bytes(t for b in blocks for t in module_tensors(b.module)),
                 hold=tuple(declaration.hold) if declaration else (),
                 declared_by=declared_by,
+                wrapper=None if (held := _held(pipeline, name)) is module else held,
             )
         )
     return ResolvedPlan(config.strategy, tuple(components), tuple(_shared(components)))
@@ -185,7 +188,8 @@ def _modules(pipeline: Any, plan: OffloadPlan | None) -> dict[str, nn.Module]:
         candidates += [(k, v) for k, v in getattr(pipeline, "__dict__", {}).items() if not k.startswith("__")]
     modules: dict[str, nn.Module] = {}
     seen: dict[int, str] = {}
-    for name, module in candidates:
+    for name, candidate in candidates:
+        module = discovery.uncompiled(candidate)
         if not isinstance(module, nn.Module) or id(module) in seen:
             continue
         inside = _ancestor(module, modules)
@@ -208,10 +212,16 @@ def _optional(pipeline: Any) -> set[str]:
     return set(getattr(pipeline, "_optional_components", ()))
 
 
+def _held(pipeline: Any, name: str) -> Any:
+    """What the pipeline holds under the name of a component."""
+    parent, _, leaf = name.rpartition(".")
+    return getattr(_follow(pipeline, parent) if parent else pipeline, leaf, None)
+
+
 def _follow(root: Any, path: str) -> Any:
     for part in path.split("."):
         root = getattr(root, part, None)
-    return root
+    return discovery.uncompiled(root)
 
 
 def _check_module(name: str, module: nn.Module) -> None:

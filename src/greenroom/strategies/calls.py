@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from greenroom.discovery import uncompiled
 from greenroom.errors import OffloadError
 
 
@@ -64,7 +65,7 @@ def modules_of(pipeline: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(components, dict):
         for name, component in components.items():
             if isinstance(component, nn.Module):
-                yield name, component
+                yield name, uncompiled(component)
 
 
 def asking_pipeline(frame: FrameType | None) -> Any:

@@ -30,6 +30,7 @@ from torch import nn
 
 from greenroom.errors import OffloadError
 from greenroom.host import module_tensors
+from greenroom.strategies.brackets import Bracket
 from greenroom.strategies.calls import asking_pipeline
 
 # Methods that compute. Setters and switches (enable_tiling, set_attn_processor) are none of our business.
@@ -109,6 +110,7 @@ class Door:
             pipelines make room for themselves in the middle of a call.
         children: also guard the component's children, for pipelines that call them directly.
         unwatched: children not to guard.
+        blocks: children whose own children nobody calls from outside.
         methods: further methods to guard, beside those whose names say that they compute.
     """
 
@@ -126,6 +128,7 @@ class Door:
         may_move_along: Callable[[], bool] | None = None,
         children: bool = False,
         unwatched: Sequence[nn.Module] = (),
+        blocks: Sequence[nn.Module] = (),
         methods: Sequence[str] = (),
     ) -> None:
         self.module = weakref.ref(module)
@@ -143,11 +146,13 @@ class Door:
         self._under_forward: Any = None
         self._had_hook = "_hf_hook" in module.__dict__
         self._old_hook = module.__dict__.get("_hf_hook")
-        self._install(module, children, {id(m) for m in unwatched}, methods)
+        self._install(module, children, {id(m) for m in unwatched}, {id(m) for m in blocks}, methods)
 
-    def _install(self, module: nn.Module, children: bool, unwatched: set[int], methods: Sequence[str]) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+    def _install(
+        self, module: nn.Module, children: bool, unwatched: set[int], closed: set[int], methods: Sequence[str]
+    ) -> None:
+        self._forward = Bracket(module, self._before_forward, self._after_forward, self._hook_forward, self._run)
+        self._handles.append(self._forward)
         for name in sorted({*_computing_methods(type(module)), *methods}):
             self._guard(module, name)
         for name in ("to", "cpu", "cuda"):
@@ -156,14 +161,33 @@ class Door:
         other: Any = getattr(type(module), "enable_group_offload", None)
         if other is not None:
             self._put(module, "enable_group_offload", other, self._refuse_group_offload)
-        if self.on_out_of_memory is not None:
+        self._put(module, "compile", type(module).compile, self._compile)
+        if self.on_out_of_memory is not None and not self._forward.compiled:
             self._retry_forward(module)
         if children:
-            for child in (c for c in _callable_children(module) if id(c) not in unwatched):
-                self._handles.append(
-                    child.register_forward_pre_hook(self._before_child, prepend=True, with_kwargs=True)
-                )
+            for child in (c for c in _callable_children(module, closed) if id(c) not in unwatched):
+                self._handles.append(Bracket(child, self._before_child, None, self._hook_child))
         module._hf_hook = ExecutionHook(self)  # type: ignore[assignment]
+
+    def _hook_forward(self, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def _hook_child(self, child: nn.Module) -> list[Any]:
+        return [child.register_forward_pre_hook(self._before_child, prepend=True, with_kwargs=True)]
+
+    def settle(self) -> None:
+        """Takes notice of modules that were compiled since the door was hung."""
+        for handle in self._handles:
+            handle.settle()
+
+    def _compile(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around `module.compile()`: what is compiled is forward itself, and the hooks stay outside."""
+        self._take_off(this, "forward")
+        original(this, *args, **kwargs)
+        self._forward.settle()
 
     def remove(self) -> None:
         """Takes everything off the module again."""
@@ -173,19 +197,22 @@ class Door:
         module = self.module()
         if module is None:
             return
-        for name, method in self._methods.items():
-            # Another library may have put its own over ours since; ours then just passes calls on.
-            if id(module.__dict__.get(name)) == method:
-                del module.__dict__[name]
-                if name == "forward" and self._under_forward is not None:
-                    module.__dict__[name] = self._under_forward
-        self._methods.clear()
+        for name in list(self._methods):
+            self._take_off(module, name)
         hook = module.__dict__.get("_hf_hook")
         if isinstance(hook, ExecutionHook) and hook.door() is self:
             if self._had_hook:
                 module._hf_hook = self._old_hook  # type: ignore[assignment]
             else:
                 del module._hf_hook
+
+    def _take_off(self, module: nn.Module, name: str) -> None:
+        method = self._methods.pop(name, None)
+        # Another library may have put its own over ours since; ours then just passes calls on.
+        if method is not None and id(module.__dict__.get(name)) == method:
+            del module.__dict__[name]
+            if name == "forward" and self._under_forward is not None:
+                module.__dict__[name] = self._under_forward
 
     # ------------------------------------------------------------------ the doors
 
@@ -473,15 +500,16 @@ def _computing_methods(cls: type[nn.Module]) -> list[str]:
     return names
 
 
-def _callable_children(module: nn.Module, depth: int = 2) -> list[nn.Module]:
+def _callable_children(module: nn.Module, closed: set[int], depth: int = 2) -> list[nn.Module]:
+    """The children that a pipeline may call by itself; what is inside those in `closed` is left out."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found += _callable_children(child, depth) if depth > 1 else []
+            found += _callable_children(child, closed, depth) if depth > 1 else []
         else:
             found.append(child)
-            if depth > 1:
-                found += _callable_children(child, depth - 1)
+            if depth > 1 and id(child) not in closed:
+                found += _callable_children(child, closed, depth - 1)
     return found
 
 

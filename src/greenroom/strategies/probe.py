@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from greenroom.accelerator import Accelerator
+from greenroom.strategies.brackets import Bracket
 from greenroom.streaming import Copier
 
 # Two measurements of one thing may differ by this much.
@@ -80,7 +81,7 @@ class Probe:
         # Inside of the ring's own hooks: after the wait for the block's copy, before the block is released.
         start, end = self._event(), self._event()
 
-        def before(module: nn.Module, args: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
             start.record(self.accelerator.current_stream())
             self._memory.append((start, self.accelerator.allocated()))
 
@@ -88,8 +89,10 @@ class Probe:
             end.record(self.accelerator.current_stream())
             self._blocks[index] = (self._names[index], start, end)
 
-        self._hooks.append(block.register_forward_pre_hook(before))
-        self._hooks.append(block.register_forward_hook(after, prepend=True))
+        def hooks(module: nn.Module) -> list[Any]:
+            return [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
+
+        self._hooks.append(Bracket(block, before, after, hooks))
 
     def copying(self, name: str, nbytes: int, stream: Any) -> Any:
         """Called before a copy is enqueued; the event that it returns is to be recorded after it."""

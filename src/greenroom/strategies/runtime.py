@@ -27,6 +27,7 @@ from greenroom.host import HostUnit, module_tensors, movable
 from greenroom.memory import format_bytes
 from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
 from greenroom.strategies.additions import adapt, tensor_ids
+from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of_graphs
 from greenroom.strategies.calls import refuse_strangers, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
@@ -89,6 +90,7 @@ class Runtime:
         arena_bytes: int | None = None,
         keeper: Keeper | None = None,
     ) -> None:
+        keep_out_of_graphs()
         self.accelerator = accelerator
         self.config = config
         self.strategy = plan.strategy
@@ -110,7 +112,8 @@ class Runtime:
         self._staging_bytes = 0
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
         self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
-        self._block_hooks: dict[str, list[Any]] = {}
+        self._block_hooks: dict[str, list[Bracket]] = {}
+        self._doors: dict[str, Door] = {}
         self._in_call = False
         self.pipelines: list[Callable[[], Any]] = []
         self._undo = contextlib.ExitStack()
@@ -218,6 +221,8 @@ class Runtime:
             stager.close()
 
     def _hang_door(self, part: Part, component: Component) -> None:
+        if type(component.wrapper).__name__ == "OptimizedModule":
+            self._undo.callback(compile_in_place(component.wrapper, component.module))
         door = Door(
             component.module,
             part,
@@ -231,8 +236,10 @@ class Runtime:
             children=component.placement != STREAM,
             # A DiT that stays should run as if nobody watched.
             unwatched=[b.module for b in component.blocks] if component.role == DIT else (),
+            blocks=[b.module for b in component.blocks],
             methods=sorted(part.hold),
         )
+        self._doors[part.name] = door
         self._undo.callback(door.remove)
 
     def disable(self) -> None:
@@ -268,6 +275,8 @@ class Runtime:
         self._end_staging()
         self.shared_copies.clear()
         self.parts.clear()
+        self._doors.clear()
+        self._block_hooks.clear()
         self.stream.abandon()
 
     def _drop_all(self) -> None:
@@ -332,7 +341,7 @@ class Runtime:
         for reference, block in zip(self._block_modules[part.name], part.blocks, strict=True):
             module = reference()
             if module is not None and block.unit.tensors:
-                hooks += _hook_block(module, stream, block)
+                hooks.append(_around_block(module, stream, block))
 
     def _unhook_blocks(self, part: Part) -> None:
         for handle in self._block_hooks.pop(part.name, ()):
@@ -553,6 +562,8 @@ class Runtime:
         at_work = sum(door.owner is part for door in self.occupancy.inside)
         if module is None or at_work > 1 or part.name not in self._block_modules:
             return
+        for bracket in (self._doors[part.name], *self._block_hooks.get(part.name, ())):
+            bracket.settle()
         if tensor_ids(module) != part.known:
             blocks = [reference() for reference in self._block_modules[part.name]]
             adapt(self, part, module, blocks, {id(t) for c in self.shared_copies for t in c.unit.tensors})
@@ -665,15 +676,19 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // 512) * 512
 
 
-def _hook_block(module: nn.Module, stream: BlockStream, block: StreamedBlock) -> list[Any]:
+def _around_block(module: nn.Module, stream: BlockStream, block: StreamedBlock) -> Bracket:
     before, after = functools.partial(_before, stream, block), functools.partial(_after, stream, block)
-    return [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    ]
+
+    def hooks(module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    return Bracket(module, before, after, hooks)
 
 
-def _before(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any) -> None:
+def _before(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any, kwargs: Any = None) -> None:
     stream.enter(block)
 
 
