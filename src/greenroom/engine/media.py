@@ -116,36 +116,16 @@ def write_video(frames: Sequence[Any], fps: int = 16) -> bytes:
     height, width = arrays[0].shape[:2]
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
-        # One thread, since the encoder's decisions may otherwise depend on how its threads meet.
-        options = {"crf": "16", "threads": "1", "x264-params": "lookahead-threads=1:sliced-threads=0"}
-        stream: Any = container.add_stream("libx264", rate=Fraction(fps), options=options)
+        stream: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "16", "threads": "1"})
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p" if width % 2 == 0 and height % 2 == 0 else "yuv444p"
-        for array in arrays:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(_as_yuv(array, stream.pix_fmt), stream.pix_fmt)))
+        for i, array in enumerate(arrays):
+            frame = av.VideoFrame.from_ndarray(array, format="rgb24").reformat(format=stream.pix_fmt)
+            # Without times of its own the encoder's rate control reads what happens to lie there.
+            frame.pts, frame.time_base = i, 1 / Fraction(fps)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return out.getvalue()
-
-
-def _as_yuv(pixels: np.ndarray, layout: str) -> np.ndarray:
-    """RGB as planes of limited-range YUV after ITU-R BT.601, in whole numbers.
-
-    By hand, since libswscale rounds differently with where in memory a frame happens to lie.
-
-    Returns:
-        (3, height, width) for "yuv444p"; (height * 3 / 2, width), the planes one after another, for "yuv420p".
-    """
-    red, green, blue = (pixels[..., i].astype(np.int32) for i in range(3))
-    luma = 16 + ((66 * red + 129 * green + 25 * blue + 128) >> 8)
-    chroma = (
-        128 + ((-38 * red - 74 * green + 112 * blue + 128) >> 8),
-        128 + ((112 * red - 94 * green - 18 * blue + 128) >> 8),
-    )
-    if layout == "yuv444p":
-        return np.stack([luma, *chroma]).astype(np.uint8)
-    height, width = luma.shape
-    halves = [(c.reshape(height // 2, 2, width // 2, 2).sum((1, 3)) + 2) >> 2 for c in chroma]
-    return np.concatenate([luma.ravel(), *(h.ravel() for h in halves)]).astype(np.uint8).reshape(-1, width)
 
 
 def write_frames(frames: Sequence[Any]) -> bytes:
