@@ -9,8 +9,10 @@ Note [Hooks stay outside the graph]
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,10 +44,8 @@ class Bracket:
         run: Callable[..., Any] | None = None,
     ) -> None:
         self._module = weakref.ref(module)
-        self._before = before
-        self._after = after
-        self._hooks = hooks
-        self._run = run
+        # Who owns a bracket is known by it, and must not be kept alive by it.
+        self._before, self._after, self._hooks, self._run = map(_weakly, (before, after, hooks, run))
         self._handles: list[Any] = []
         self._stand_in: Any = None
         self._inner: Any = None
@@ -59,7 +59,7 @@ class Bracket:
     def _install(self, module: nn.Module) -> None:
         inner = module.__dict__.get("_compiled_call_impl")
         if inner is None:
-            self._handles = self._hooks(module)
+            self._handles = self._hooks()(module)
             return
         keep_out_of_graphs()
         self._stand_in = torch._dynamo.disable(_Around(self), recursive=False)
@@ -95,17 +95,14 @@ class Bracket:
             module.__dict__["_compiled_call_impl"] = self._inner
         self._stand_in = self._inner = self._outer = None
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        return self._before(), self._after(), self._run()
+
+    def inside(self) -> tuple[nn.Module, Any]:
         module = self._module()
         assert module is not None, "a compiled call outlived its module"
-        args, kwargs = self._before(module, args, kwargs) or (args, kwargs)
-        output = None
-        try:
-            output = self._inner(*args, **kwargs) if self._run is None else self._run(self._inner, args, kwargs)
-        finally:
-            if self._after is not None:
-                self._after(module, args, output)
-        return output
+        return module, self._inner
 
 
 def _is_new(compiled: Any) -> bool:
@@ -114,21 +111,40 @@ def _is_new(compiled: Any) -> bool:
 
 
 def keep_out_of_graphs() -> None:
-    """Lets the compiler leave the frames of these rooms alone, where it traces a model around them."""
+    """Lets the compiler leave the frames of these rooms alone, where it traces a model around them.
+
+    Nothing is done before the compiler is loaded: that takes a second, and most never need it.
+    """
     global _kept_out
-    if not _kept_out:
+    if not _kept_out and "torch._dynamo" in sys.modules:
         _kept_out = True
         for name in ("greenroom.strategies", "greenroom.streaming", "greenroom.host", "greenroom.accelerator"):
             torch._dynamo.trace_rules.add(name)
 
 
+def _weakly(call: Any) -> Callable[[], Any]:
+    """A reference that does not keep the object of a bound method alive; what is no bound method is kept."""
+    return weakref.WeakMethod(call) if isinstance(call, MethodType) else lambda: call
+
+
 class _Around:
+    """Stands in for a compiled call."""
+
     def __init__(self, bracket: Bracket) -> None:
         self.bracket = bracket
+        self.before, self.after, self.run = bracket.parts
         self.__name__ = "bracketed"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bracket.call(*args, **kwargs)
+        module, inner = self.bracket.inside()
+        args, kwargs = self.before(module, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = inner(*args, **kwargs) if self.run is None else self.run(inner, args, kwargs)
+        finally:
+            if self.after is not None:
+                self.after(module, args, output)
+        return output
 
 
 def compile_in_place(wrapper: Any, module: nn.Module) -> Callable[[], None]:

@@ -541,6 +541,7 @@ class Runtime:
             refuse_strangers(pipeline, {id(r()) for r in self._modules.values()}, self.accelerator.device)
             if not any(known() is pipeline for known in self.pipelines):
                 self.serve(pipeline)
+        keep_out_of_graphs()
         self._in_call = True
         for part in self.parts:
             part.noticed = False
