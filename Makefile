@@ -2,36 +2,43 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 export MAX_JOBS ?= 2
 # Small tensors are faster on one thread, and tests then share the machine better.
 test test-all: export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all bench lint format clean
 
-$(STAMP): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[emulator,demo,serve,test,lint]'
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[emulator,demo]'
 	touch $@
 
-demo: $(STAMP)
+$(VENV)/.all: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[emulator,demo,serve,test,lint]'
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/greenroom demo
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+test: $(VENV)/.all
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: $(STAMP)
+test-all: $(VENV)/.all
 	$(BIN)/python -m pytest
 
-bench: $(STAMP)
+bench: $(VENV)/.all
 	$(BIN)/python benchmarks/run.py
 
-lint: $(STAMP)
+lint: $(VENV)/.all
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(VENV)/.all
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
