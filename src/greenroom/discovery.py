@@ -22,6 +22,8 @@ OTHER = "other"
 _WORTHWHILE = 0.02
 # A child of a list that holds more than this share of the component is split where it has lists of its own.
 _TOO_LARGE = 0.15
+# ... if these lists hold more than this share of it; the experts of one block are no blocks of their own.
+_MOSTLY = 0.8
 
 _LIBRARY_ROLES = (
     ("diffusers.models.transformers", DIT),
@@ -89,15 +91,18 @@ def _search(module: nn.Module, prefix: str, total: int, found: list[str]) -> Non
         if isinstance(child, nn.ModuleList) and _is_block_list(child, total):
             for index, block in child.named_children():
                 inner: list[str] = []
-                if unique_bytes(module_tensors(block)) > _TOO_LARGE * total:
-                    _search(block, f"{path}.{index}.", total, inner)
-                found += inner or [f"{path}.{index}"]
+                size = unique_bytes(module_tensors(block))
+                if size > _TOO_LARGE * total:
+                    _search(block, "", total, inner)
+                whole = f"{path}.{index}"
+                covered = unique_bytes(t for i in inner for t in module_tensors(block.get_submodule(i)))
+                found += [f"{whole}.{i}" for i in inner] if covered > _MOSTLY * size else [whole]
         else:
             _search(child, f"{path}.", total, found)
 
 
 def _is_block_list(modules: nn.ModuleList, total: int) -> bool:
-    children = list(modules)
+    children = [child for child in modules if child is not None]  # some models leave places empty
     if not children or unique_bytes(t for c in children for t in module_tensors(c)) < _WORTHWHILE * total:
         return False
     # A layer such as a Linear may be read by `F.linear(x, layer.weight)` without ever being called.
