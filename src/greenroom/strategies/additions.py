@@ -58,7 +58,7 @@ def adapt(
     part.unmovable = [t for t in module_tensors(module) if not movable(t)]
     refuse_unmovable(part.name, part.unmovable, runtime.accelerator.device)
     runtime.drop_all_additions(part)
-    owner: dict[int, int] = {}
+    owner: dict[int, int] = {id(t): -1 for t in part.apart}
     for i, block in enumerate(blocks):
         assert block is not None
         for tensor in module_tensors(block):
@@ -72,6 +72,10 @@ def adapt(
     for unit, index in homes:
         mine = [t for t in fresh if owner.get(id(t), -1) == index]
         left = [t for t in unit.tensors if id(t) in present]
+        apart = [t for t in mine if any(t is a for a in part.apart)]
+        if apart:
+            runtime.add(part, apart, None)
+            mine = [t for t in mine if not any(t is a for a in apart)]
         if len(left) < len(unit.tensors) or unique_bytes(mine) > _HEAVY * unit.nbytes:
             _release(runtime, part, unit)
             runtime.adopt_again(unit, [*left, *mine])

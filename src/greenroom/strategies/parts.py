@@ -15,6 +15,9 @@ from greenroom.strategies.layout import Share
 from greenroom.streaming import BlockStream, DeviceCopy, StreamedBlock, Track
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component
 
+# Bytes up to which a parameter may stay on the device for the sake of an answer.
+_SMALL = 2**16
+
 
 @dataclass(eq=False)
 class Addition:
@@ -51,6 +54,8 @@ class Part:
         known: ids of all tensors of the component as they were when they were last looked at; the units keep those
             tensors alive, so that no id is used twice.
         noticed: whether that was in the call that is running.
+        apart: tensors of blocks that the model reads while their block is away.
+        watched: whether a whole forward was watched for such.
         unmovable: tensors whose bytes nothing can stand in for; they stay where they are.
         additions: what was added to the component since it was cut, adapters mostly.
     """
@@ -70,6 +75,8 @@ class Part:
     stream: BlockStream | None = None
     known: list[int] = field(default_factory=list)
     noticed: bool = False
+    apart: list[torch.Tensor] = field(default_factory=list)
+    watched: bool = False
     unmovable: list[torch.Tensor] = field(default_factory=list)
     additions: list[Addition] = field(default_factory=list)
 
@@ -115,12 +122,13 @@ class Part:
         return {self.role, other.role} != {discovery.DIT, discovery.COMPANION}
 
 
-def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool) -> Part:
+def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool, first: bool = False) -> Part:
     """Units for the blocks of a component and for the rest.
 
     Tensors that two blocks share, or a block and the rest, have one owner: the rest, which does not move while the
     blocks do. Tensors in `shared` belong to several components and are left out. For a component that `may_leave`
-    the device, what the pipeline reads without entering it is set apart.
+    the device, what the pipeline reads without entering it is set apart; of the `first` one in the pipeline that is
+    also its first parameter, if it is small, since some pipelines ask that where they compute (`pipe.device`).
 
     """
     left_out = {id(t) for t in shared}
@@ -129,6 +137,8 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
         for tensor in module_tensors(block.module):
             owner[id(tensor)] = -1 if owner.get(id(tensor), i) != i else i
     outside = _read_from_outside(component) if may_leave else set()
+    if first and may_leave:
+        outside |= {id(p) for p in [*component.module.parameters()][:1] if p.nbytes <= _SMALL}
     statistics = _running_statistics(component.module)
     if may_leave:
         outside |= statistics

@@ -31,6 +31,7 @@ from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of
 from greenroom.strategies.calls import refuse_strangers, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.layout import Layout, Share
+from greenroom.strategies.outside import watch_parts
 from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
 from greenroom.strategies.probe import Probe, Timing
 from greenroom.streaming import BlockStream, Copier, StreamedBlock
@@ -114,6 +115,7 @@ class Runtime:
         self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._block_hooks: dict[str, list[Bracket]] = {}
         self._doors: dict[str, Door] = {}
+        self._looks: dict[str, list[Any]] = {}
         self._in_call = False
         self.pipelines: list[Callable[[], Any]] = []
         self._undo = contextlib.ExitStack()
@@ -137,7 +139,15 @@ class Runtime:
         self, plan: ResolvedPlan, residents: Callable[[Component], Sequence[int]], arena_bytes: int | None
     ) -> None:
         keeper = self.keeper
-        self.parts = [cut(c, plan.shared, may_leave=keeper is not None or c.placement == SWAP) for c in plan.components]
+        self.parts = [
+            cut(
+                component,
+                plan.shared,
+                may_leave=keeper is not None or component.placement == SWAP,
+                first=component is plan.components[0],
+            )
+            for component in plan.components
+        ]
         for part in self.parts:
             refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
         shared = HostUnit("shared between components", plan.shared)
@@ -276,12 +286,14 @@ class Runtime:
         self.shared_copies.clear()
         self.parts.clear()
         self._doors.clear()
+        self._looks.clear()
         self._block_hooks.clear()
         self.stream.abandon()
 
     def _drop_all(self) -> None:
         for part in self.parts:
             self._unhook_blocks(part)
+            self._stop_looking(part)
             self.copier.unfix(part.blocks, thorough=True)
             for copies in (part.copies, part.kept, *(a.copies for a in part.additions)):
                 self.copier.drop(copies, thorough=True)
@@ -342,6 +354,28 @@ class Runtime:
             module = reference()
             if module is not None and block.unit.tensors:
                 hooks.append(_around_block(module, stream, block))
+        if not part.watched and part.name not in self._looks:
+            found = functools.partial(self._set_apart, part)
+            self._looks[part.name] = watch_parts(self._block_modules[part.name], part.blocks, found)
+
+    def _set_apart(self, part: Part, block: StreamedBlock, module: nn.Module) -> None:
+        """Gives what the model calls while its block is away a place beside the blocks, from now on."""
+        mine = [t for t in module_tensors(module) if any(t is u for u in block.unit.tensors)]
+        if not mine:
+            return
+        self.accelerator.synchronize()  # the block's master may be on its way to the device
+        if block.stay is not None:
+            block.stay.wanted = False
+            block.stay = None
+        part.apart += mine
+        self.adopt_again(block.unit, [t for t in block.unit.tensors if not any(t is m for m in mine)])
+        self.add(part, mine, None)
+        self._bring_additions(part, working=True)
+
+    def _stop_looking(self, part: Part) -> None:
+        part.watched = True
+        for handle in self._looks.pop(part.name, ()):
+            handle.remove()
 
     def _unhook_blocks(self, part: Part) -> None:
         for handle in self._block_hooks.pop(part.name, ()):
@@ -424,6 +458,8 @@ class Runtime:
                 self.copier.unhold(part.track)
             elif part.stream is not None and not failed:
                 part.stream.end_forward(part.track)
+                if not part.watched and door == "forward":
+                    self._stop_looking(part)
         if self.keeper is not None:
             self.keeper.left(self, part, door, failed)
         if door == "forward":
