@@ -361,8 +361,8 @@ class Runtime:
     def _set_apart(self, part: Part, block: StreamedBlock, module: nn.Module) -> None:
         """Gives what the model calls while its block is away a place beside the blocks, from now on."""
         mine = [t for t in module_tensors(module) if any(t is u for u in block.unit.tensors)]
-        if not mine:
-            return
+        if not mine or not part.present or part.stream is None or part.stream.arena is None:
+            return  # the block is away because memory ran out, and the component will run again
         self.accelerator.synchronize()  # the block's master may be on its way to the device
         if block.stay is not None:
             block.stay.wanted = False
