@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 
-
 # Wide suites, which `make test-all` adds: they take longer than everything else together.
 WIDE = ("usage", "pipelines", "serving")
 
