@@ -16,11 +16,11 @@ from greenroom.accelerator import Accelerator
 from greenroom.api import offload
 from greenroom.config import OffloadConfig, parse_config
 from greenroom.engine.errors import RequestRefused, WorkerDied
+from greenroom.engine.facts import ModelFacts, facts_of
 from greenroom.engine.job import Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits, read_image
 from greenroom.engine.runner import Runner
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
-from greenroom.engine.variants import takes
 from greenroom.engine.view import LiveView
 from greenroom.engine.worker import Worker
 from greenroom.errors import ConfigError, OffloadError
@@ -121,6 +121,7 @@ class Omni:
         else:
             raise ConfigError("model", model, "a folder, a hub id or a diffusers pipeline")
         self._recommended: dict[str, Any] = dict(recommended)
+        self.facts: ModelFacts = facts_of(self.pipeline, recommended)
         self._handle: Handle | None = None
         self._runner: Runner | None = None
         self._view: LiveView | None = None
@@ -211,13 +212,12 @@ class Omni:
     @property
     def makes_videos(self) -> bool:
         """Whether the pipeline makes videos rather than pictures."""
-        return takes(self.pipeline, "num_frames")
+        return self.facts.makes_videos
 
-    @property
-    def runner(self) -> Runner:
-        """What runs the requests; for the server."""
+    def can_take(self, name: str) -> bool:
+        """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""
         assert self._runner is not None
-        return self._runner
+        return self._runner.siblings.can(name)
 
     def report(self) -> Report | None:
         """What the offload keeps where; None where nothing is offloaded or the engine sleeps."""

@@ -69,7 +69,7 @@ async def _answer(
     if inputs and not await asyncio.to_thread(_takes, context, inputs):
         raise ApiError(400, "image: this model draws from text and takes no picture", param="image")
     # A picture of a video model is a video of one frame.
-    more = {"num_frames": 1} if context.omni.makes_videos else {}
+    more = {"num_frames": 1} if context.omni.facts.makes_videos else {}
     job = context.submit(kind, words, inputs, num_outputs_per_prompt=words.n, **more)
     if words.stream:
         return StreamingResponse(_stream(context, kind, words, job), media_type="text/event-stream")
@@ -79,7 +79,7 @@ async def _answer(
 
 
 def _takes(context: Context, inputs: dict[str, Any]) -> bool:
-    return all(context.omni.runner.siblings.can(name) for name in inputs)
+    return all(context.omni.can_take(name) for name in inputs)
 
 
 def _body(context: Context, kind: str, words: ImageGeneration, result: OmniResult) -> dict[str, Any]:

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
-from greenroom.engine.omni import Omni
+from greenroom.engine import Omni
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.serving.errors import ApiError
 from greenroom.serving.settings import ServerSettings
-
-
-def grain(pipeline: Any) -> int:
-    """Height and width must be multiples of this many pixels: a latent's pixels times a patch's latents."""
-    scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
-    transformer = getattr(pipeline, "transformer", None)
-    if transformer is None:
-        return int(scale)
-    patch = getattr(getattr(transformer, "config", None), "patch_size", 2)
-    side = patch[-1] if isinstance(patch, list | tuple) else patch
-    return int(scale) * max(2, int(side) if isinstance(side, int) else 2)
 
 
 def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusionSamplingParams) -> None:
@@ -28,7 +14,6 @@ def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusi
     Raises:
         ApiError: 400, naming the field, the value and what is accepted.
     """
-    pipeline = omni.pipeline
     if not prompt.strip():
         raise _refused("prompt", "an empty text", "text that says what to draw")
     for field, text in (("prompt", prompt), ("negative_prompt", params.negative_prompt or "")):
@@ -38,7 +23,7 @@ def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusi
             text.encode()
         except UnicodeEncodeError:
             raise _refused(field, "half a character (a lone surrogate)", "text") from None
-    step = grain(pipeline)
+    step = omni.facts.grain
     for field, value in (("height", params.height), ("width", params.width)):
         if value is not None and value % step:
             below = value - value % step
@@ -58,13 +43,8 @@ def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusi
 
 
 def _default(omni: Omni, params: OmniDiffusionSamplingParams, name: str) -> int | None:
-    value = getattr(params, name)
-    if value is None:
-        value = omni.recommended.get(name)
-    if value is None:
-        parameter = inspect.signature(type(omni.pipeline).__call__).parameters.get(name)
-        value = parameter.default if parameter is not None and isinstance(parameter.default, int) else None
-    return value
+    value: int | None = getattr(params, name)
+    return omni.facts.default(name) if value is None else value
 
 
 def _refused(field: str, given: str, accepted: str) -> ApiError:

@@ -51,10 +51,10 @@ def router(context: Context) -> APIRouter:
         report = omni.report()
         return {
             "model": context.model_name,
-            "pipeline": type(omni.pipeline).__name__,
+            "pipeline": omni.facts.pipeline,
             "device": str(omni.device),
             "offloaded": omni.config is not None,
-            "makes_videos": omni.makes_videos,
+            "makes_videos": omni.facts.makes_videos,
             "asleep": omni.status.asleep,
             "report": report.to_dict() if report is not None else None,
             "text": str(report) if report is not None else None,

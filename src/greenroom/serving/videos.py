@@ -28,7 +28,7 @@ def router(context: Context, store: VideoStore) -> APIRouter:
     async def create(http: HttpRequest) -> Response:
         fields, files = await read_fields(http, ("input_reference",))
         words: VideoCreation = parse(VideoCreation, fields)
-        if not context.omni.makes_videos:
+        if not context.omni.facts.makes_videos:
             raise ApiError(400, f"{context.model_name} draws pictures; POST /v1/images/generations", param="model")
         references = files.get("input_reference", [])
         if len(references) > 1:
@@ -37,7 +37,7 @@ def router(context: Context, store: VideoStore) -> APIRouter:
         if references:
             data = _bytes_or_text(references[0])
             inputs["image"] = await asyncio.to_thread(read_image, data, context.media_limits, "input_reference")
-            if not context.omni.runner.siblings.can("image"):
+            if not context.omni.can_take("image"):
                 raise ApiError(400, "input_reference: this model takes no picture", param="input_reference")
         frames = words.num_frames
         if frames is None and words.seconds is not None:

@@ -1,0 +1,59 @@
+"""What there is to know about a pipeline without holding it: enough to check a request before it waits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from greenroom.engine.variants import takes
+from greenroom.frozen import FrozenDict
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A pipeline, told.
+
+    Attributes:
+        pipeline: the name of its class.
+        grain: height and width must be multiples of this many pixels.
+        makes_videos: whether it makes videos rather than pictures.
+        recommended: call arguments that the checkpoint recommends.
+        defaults: whole numbers that the pipeline's call assumes for what nobody says.
+    """
+
+    pipeline: str
+    grain: int
+    makes_videos: bool
+    recommended: Mapping[str, Any]
+    defaults: Mapping[str, int]
+
+    def default(self, name: str) -> Any:
+        """What stands for a parameter that is not given; None where that is left to the pipeline."""
+        value = self.recommended.get(name)
+        return self.defaults.get(name) if value is None else value
+
+
+def facts_of(pipeline: Any, recommended: Mapping[str, Any]) -> ModelFacts:
+    """The facts of a diffusers pipeline."""
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    defaults = {n: p.default for n, p in parameters.items() if type(p.default) is int}
+    return ModelFacts(
+        pipeline=type(pipeline).__name__,
+        grain=_grain(pipeline),
+        makes_videos=takes(pipeline, "num_frames"),
+        recommended=FrozenDict(recommended),
+        defaults=FrozenDict(defaults),
+    )
+
+
+def _grain(pipeline: Any) -> int:
+    """A latent's pixels times a patch's latents."""
+    scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
+    transformer = getattr(pipeline, "transformer", None)
+    if transformer is None:
+        return int(scale)
+    patch = getattr(getattr(transformer, "config", None), "patch_size", 2)
+    side = patch[-1] if isinstance(patch, list | tuple) else patch
+    return int(scale) * max(2, int(side) if isinstance(side, int) else 2)
