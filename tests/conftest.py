@@ -31,13 +31,20 @@ def emu_module() -> ModuleType:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_left_of_other_modules() -> None:
-    """Models of earlier test files leave the device: some are held by caches on their classes, some by cycles."""
-    if "greenroom.emulator" in sys.modules:
-        for found in gc.get_objects():
-            if isinstance(found, functools._lru_cache_wrapper) and str(found.__module__).startswith("diffusers."):
-                found.cache_clear()
-        gc.collect()
+def _device_is_left_empty() -> Iterator[None]:
+    """A test file leaves nothing on the device, so that no figure of another file depends on it.
+
+    Models may be held by caches on their classes and by cycles: these are cleared first.
+    """
+    yield
+    if "greenroom.emulator" not in sys.modules:
+        return
+    for found in gc.get_objects():
+        if isinstance(found, functools._lru_cache_wrapper) and str(found.__module__).startswith("diffusers."):
+            found.cache_clear()
+    gc.collect()
+    left = [torch.emu.memory_allocated(index) for index in range(torch.emu.device_count())]
+    assert not any(left), f"bytes left on the devices by this file: {left}"
 
 
 @pytest.fixture(autouse=True)
