@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 ALIGNMENT = 64
 # Device allocators hand out multiples of this many bytes. A slab that is one too costs exactly what the plan says.
 GRANULARITY = 512
+# Bytes of device memory that a comparison with a master may take.
+_COMPARED = 2 * 2**20
 
 Alloc = Callable[[int], torch.Tensor]
 
@@ -88,6 +90,12 @@ def alias_groups(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
                 groups.append([tensor])
             end = max(end, stop)
     return groups
+
+
+def references(tensor: torch.Tensor) -> int:
+    """How many tensors share the storage of `tensor`, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less `storage`
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -205,7 +213,7 @@ class HostUnit:
             slab = allocate(self.nbytes)
             views = self.views(slab)
             for offset, span, members in self._groups:
-                slab[offset : offset + span].copy_(_bytes([self.tensors[i] for i in members]))
+                slab[offset : offset + span].copy_(bytes_of([self.tensors[i] for i in members]))
             self._origin = [t.device for t in self.tensors]
             self.master, self.pinned = slab, pinned
             self._set_master_views(views)
@@ -248,6 +256,21 @@ class HostUnit:
         self.master = None
         self._set_master_views([])
 
+    def follow(self, tensors: Iterable[torch.Tensor], slab: torch.Tensor) -> None:
+        """Points tensors that lie in `slab`, a stand-in for the master, at the same bytes of the master."""
+        assert self.master is not None
+        for tensor in tensors:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                start, stop = extent(tensor)
+                place = _Place(
+                    tensor.data_ptr() - slab.data_ptr(),
+                    stop - start,
+                    tensor.dtype,
+                    tuple(tensor.size()),
+                    tuple(tensor.stride()),
+                )
+                tensor.data = place.view(_in_this_mode(self.master))
+
     # ------------------------------------------------------------------ binding
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
@@ -257,8 +280,7 @@ class HostUnit:
         if not self.versioned:
             # A tensor made under inference_mode may only stand for memory that was, too.
             with torch.inference_mode():
-                flat = torch.empty(0, dtype=torch.uint8, device=slab.device)
-                flat.set_(slab.untyped_storage(), slab.storage_offset(), slab.size(), slab.stride())
+                flat = _in_this_mode(slab)
                 for i, tensor in enumerate(self.tensors):
                     if tensor.is_inference():
                         views[i] = self._places[i].view(flat)
@@ -294,6 +316,19 @@ class HostUnit:
             tensor.data = view
         self._bound = None
 
+    def differs(self) -> bool:
+        """Whether the bytes of a bound unit differ from the master; compared on the device, so that none come back."""
+        if self._bound is None:
+            return False
+        assert self.master is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for offset, span, members in self._groups:
+                group = [self.tensors[i] for i in members]
+                there = [t.data_ptr() for t in group] == [self._bound_at[i] for i in members]
+                if span and there and not _equal(bytes_of(group), self.master[offset : offset + span]):
+                    return True
+        return False
+
     def write_back(self) -> None:
         """Brings the master up to date with a bound unit whose tensors may have been edited on the device."""
         if self._bound is not None:
@@ -313,7 +348,7 @@ class HostUnit:
             for offset, span, members in self._groups:
                 group = [self.tensors[i] for i in members]
                 if span and [t.data_ptr() for t in group] == [self._bound_at[i] for i in members]:
-                    value = _bytes(group).cpu()
+                    value = bytes_of(group).cpu()
                     if not torch.equal(value, self.master[offset : offset + span]):
                         self.master[offset : offset + span].copy_(value)
 
@@ -322,7 +357,7 @@ class HostUnit:
         with torch.inference_mode(False), torch.no_grad():
             value = tensor.detach()
             if _same_layout(value, self._places[i]):
-                _bytes([self._master_views[i]]).copy_(_bytes([value]))
+                bytes_of([self._master_views[i]]).copy_(bytes_of([value]))
             else:
                 self._repack(i, value.cpu())
 
@@ -365,11 +400,30 @@ class HostUnit:
         self._set_master_views(views)
 
 
-def _bytes(group: list[torch.Tensor]) -> torch.Tensor:
+def bytes_of(group: list[torch.Tensor]) -> torch.Tensor:
     """The bytes that tensors of one storage span, as they lie there: layout, overlaps and gaps included."""
     start, stop = min(extent(t)[0] for t in group), max(extent(t)[1] for t in group)
     flat = torch.empty(0, dtype=torch.uint8, device=group[0].device)
     return flat.set_(group[0].untyped_storage(), start, (stop - start,), (1,))
+
+
+def _in_this_mode(slab: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor that belongs to the mode, inference or not, that is on now."""
+    flat = torch.empty(0, dtype=torch.uint8, device=slab.device)
+    return flat.set_(slab.untyped_storage(), slab.storage_offset(), slab.size(), slab.stride())
+
+
+def _equal(there: torch.Tensor, here: torch.Tensor) -> bool:
+    """Whether bytes on the device are those in host memory; compared there, in pieces that take little room."""
+    for start in range(0, there.numel(), _COMPARED):
+        piece, other = there[start : start + _COMPARED], here[start : start + _COMPARED]
+        try:
+            same = torch.equal(piece, other.to(piece.device))
+        except torch.OutOfMemoryError:
+            same = torch.equal(piece.cpu(), other)
+        if not same:
+            return False
+    return True
 
 
 def _same_layout(value: torch.Tensor, place: _Place) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -26,8 +26,11 @@ import torch
 
 from greenroom.accelerator import Accelerator
 from greenroom.errors import OffloadError
-from greenroom.host import HostUnit
+from greenroom.host import HostUnit, references
 from greenroom.staging import Stager
+
+Kept = Callable[[HostUnit, torch.Tensor], None]
+"""Told of a unit that has left `slab`, its bytes on the device, while somebody kept a view of them."""
 
 # Forwards after which a call that nobody ends is no longer recorded.
 _LONGEST_CALL = 10_000
@@ -43,6 +46,7 @@ class DeviceCopy:
         self.layout = unit.layout
         self.views = unit.views(buffer)
         self.addresses = [v.data_ptr() for v in self.views]
+        self.references = references(buffer)
 
 
 class CopyProbe(Protocol):
@@ -62,6 +66,7 @@ class Copier:
         self.probe: CopyProbe | None = None
         self.stager: Stager | None = None
         """Set while there are masters that are not pinned."""
+        self.on_kept: Kept | None = None
 
     def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> Future[None] | None:
         """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it.
@@ -123,8 +128,13 @@ class Copier:
     def drop(self, copies: list[DeviceCopy], *, thorough: bool = False) -> None:
         """Releases units that `load` brought in and frees their device memory."""
         for copy in copies:
-            copy.unit.release(thorough=thorough)
+            self._release(copy, thorough)
         copies.clear()
+
+    def _release(self, copy: DeviceCopy, thorough: bool) -> None:
+        copy.unit.release(thorough=thorough)
+        if references(copy.buffer) > copy.references and self.on_kept is not None:
+            self.on_kept(copy.unit, copy.buffer)
 
     def fix(self, blocks: Sequence[StreamedBlock]) -> None:
         """Gives blocks buffers of their own, in which they stay.
@@ -145,8 +155,8 @@ class Copier:
         """Lets fixed blocks pass through a ring again and frees their buffers."""
         for block in blocks:
             if block.fixed is not None:
-                block.unit.release(thorough=thorough)
-                block.fixed = None
+                fixed, block.fixed = block.fixed, None
+                self._release(fixed, thorough)
 
     def hold(self, track: Track, blocks: Sequence[StreamedBlock]) -> None:
         """Keeps blocks of `track` on the device until `unhold`, for a call that runs them many times in a row.
@@ -174,7 +184,7 @@ class Copier:
 class _Stay:
     """One stay of a block in the arena, from its copy to the moment its bytes are taken again."""
 
-    __slots__ = ("block", "free", "job", "ready", "start", "stop", "used", "views", "wanted")
+    __slots__ = ("block", "free", "job", "ready", "references", "start", "stop", "used", "views", "wanted")
 
     def __init__(self, block: StreamedBlock, start: int, stop: int, ready: Any, free: Any) -> None:
         self.block = block
@@ -185,6 +195,7 @@ class _Stay:
         self.used = False  # `free` was recorded
         self.wanted = True  # fetched for a use that is still expected
         self.views: tuple[list[torch.Tensor], list[int]] = ([], [])
+        self.references = 0  # to the arena, when the block began to compute
         self.job: Future[None] | None = None  # done when `ready` was recorded, where a thread does that
 
 
@@ -404,6 +415,8 @@ class BlockStream:
         block.track.saw(block)
         if surprised:
             self.pump()
+        assert self.arena is not None
+        stay.references = references(self.arena)
 
     def _await(self, stay: _Stay) -> None:
         job, stay.job = stay.job, None
@@ -419,9 +432,13 @@ class BlockStream:
         stay = block.stay
         if block.fixed is not None or stay is None:
             return
+        assert self.arena is not None
+        kept = references(self.arena) > stay.references
         block.unit.release()
         stay.free.record(self.accelerator.current_stream())
         stay.used = True
+        if kept and self.copier.on_kept is not None:
+            self.copier.on_kept(block.unit, self.arena[stay.start : stay.stop])
         self.pump()
 
     # ------------------------------------------------------------------ prefetch

@@ -64,7 +64,7 @@ def adapt(
         for tensor in module_tensors(block):
             owner[id(tensor)] = -1 if owner.get(id(tensor), i) != i else i
     tensors = [t for t in module_tensors(module) if movable(t)]
-    present = {id(t) for t in tensors}
+    present = {id(t) for t in (*tensors, *part.views)}
     had = shared | {id(t) for u in part.cut_units for t in u.tensors}
     fresh = [t for t in tensors if id(t) not in had]
     homes: list[tuple[HostUnit, int]] = [(b.unit, b.index) for b in part.blocks]

@@ -55,6 +55,7 @@ class Part:
             tensors alive, so that no id is used twice.
         noticed: whether that was in the call that is running.
         apart: tensors of blocks that the model reads while their block is away.
+        views: what the model keeps of its weights beside its parameters and buffers; they move with them.
         watched: whether a whole forward was watched for such.
         unmovable: tensors whose bytes nothing can stand in for; they stay where they are.
         additions: what was added to the component since it was cut, adapters mostly.
@@ -76,6 +77,7 @@ class Part:
     known: list[int] = field(default_factory=list)
     noticed: bool = False
     apart: list[torch.Tensor] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list)
     watched: bool = False
     unmovable: list[torch.Tensor] = field(default_factory=list)
     additions: list[Addition] = field(default_factory=list)

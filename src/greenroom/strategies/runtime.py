@@ -30,6 +30,7 @@ from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of_graphs
 from greenroom.strategies.calls import refuse_strangers, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
+from greenroom.strategies.kept import views_into
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.outside import watch_parts
 from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
@@ -97,12 +98,16 @@ class Runtime:
         self.strategy = plan.strategy
         self.keeper = keeper
         self.copier = Copier(accelerator)
+        self.copier.on_kept = self._take_along
         self.stream = BlockStream(self.copier)
         self.occupancy = Occupancy()
         self.parts: list[Part] = []
+        self.shared: HostUnit | None = None
         self.shared_copies: list[Any] = []
         self.shared_bytes = 0
         self.layout = Layout({})
+        self.asleep = False
+        """Set by `sleep`: nothing is on the device, and nobody may compute."""
         self.timings: dict[str, Timing] = {}
         """The latest forward of each part that was timed."""
         self._to_time: set[str] = set()
@@ -150,7 +155,7 @@ class Runtime:
         ]
         for part in self.parts:
             refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
-        shared = HostUnit("shared between components", plan.shared)
+        shared = self.shared = HostUnit("shared between components", plan.shared)
         self.shared_bytes = shared.nbytes
         layout = keeper.first_layout(self) if keeper else _fixed_layout(plan, self.parts, residents, arena_bytes)
         for component in plan.components:
@@ -283,6 +288,7 @@ class Runtime:
             part.kept.clear()
             part.additions.clear()
         self._end_staging()
+        self.copier.on_kept = None
         self.shared_copies.clear()
         self.parts.clear()
         self._doors.clear()
@@ -292,7 +298,7 @@ class Runtime:
 
     def _drop_all(self) -> None:
         for part in self.parts:
-            self._unhook_blocks(part)
+            self.unhook_blocks(part)
             self._stop_looking(part)
             self.copier.unfix(part.blocks, thorough=True)
             for copies in (part.copies, part.kept, *(a.copies for a in part.additions)):
@@ -339,7 +345,7 @@ class Runtime:
             own = part.stream if part.stream is not self.stream else None
             wanted = (own or BlockStream(self.copier)) if share.hold == "phase" else self.stream
         if wanted is not part.stream:
-            self._unhook_blocks(part)
+            self.unhook_blocks(part)
             if wanted is not None:
                 self._hook_blocks(part, wanted)
         if wanted is not None and wanted is not self.stream and wanted.arena_bytes != share.arena_bytes:
@@ -372,12 +378,28 @@ class Runtime:
         self.add(part, mine, None)
         self._bring_additions(part, working=True)
 
+    def _take_along(self, unit: HostUnit, slab: torch.Tensor) -> None:
+        """Lets views of a unit that has just left `slab`, which its model keeps, point where the unit is, for good."""
+        part = next((p for p in self.parts if any(u is unit for u in p.units)), None)
+        module = None if part is None else self._modules[part.name]()
+        kept = [] if module is None else views_into(module, slab)
+        if part is None or not kept:
+            return  # a view that somebody else holds for a moment: a graph for gradients, a traceback
+        self.accelerator.synchronize()  # the unit's master may be on its way to the device
+        for block in part.blocks:
+            if block.unit is unit and block.stay is not None:
+                block.stay.wanted = False
+                block.stay = None
+        unit.follow(kept, slab)
+        part.views += kept
+        self.adopt_again(unit, [*unit.tensors, *kept])
+
     def _stop_looking(self, part: Part) -> None:
         part.watched = True
         for handle in self._looks.pop(part.name, ()):
             handle.remove()
 
-    def _unhook_blocks(self, part: Part) -> None:
+    def unhook_blocks(self, part: Part) -> None:
         for handle in self._block_hooks.pop(part.name, ()):
             handle.remove()
         stream, part.stream = part.stream, None
@@ -424,7 +446,15 @@ class Runtime:
 
     # ------------------------------------------------------------------ who is on the device when
 
+    def require_awake(self) -> None:
+        """Raises OffloadError for an offload that sleeps: its device memory was promised to somebody else."""
+        if self.asleep:
+            raise OffloadError(
+                "this offload sleeps, and its device memory may be in use by others; call handle.wake() first"
+            )
+
     def _enter(self, part: Part, door: str, inputs: Any) -> None:
+        self.require_awake()
         self._notice(part)
         if self.keeper is not None:
             self.keeper.entering(self, part, door, inputs)
@@ -549,7 +579,7 @@ class Runtime:
     @contextlib.contextmanager
     def aside(self, part: Part) -> Iterator[None]:
         """Inside the block, `part` is off the device and without hooks on its blocks; it comes in when it is used."""
-        self._unhook_blocks(part)
+        self.unhook_blocks(part)
         self._take_out(part)
         try:
             yield
@@ -573,6 +603,7 @@ class Runtime:
         Raises:
             OffloadError: the pipeline has a component that is not part of the offload and not on the device.
         """
+        self.require_awake()
         if pipeline is not None and self.enabled:
             refuse_strangers(pipeline, {id(r()) for r in self._modules.values()}, self.accelerator.device)
             if not any(known() is pipeline for known in self.pipelines):
@@ -667,7 +698,7 @@ class Runtime:
     def end_call(self) -> None:
         """The pipeline's call is over: what takes turns leaves the device."""
         with self.occupancy.lock:
-            if self.occupancy.busy():
+            if self.occupancy.busy() or self.asleep:
                 return
             for part in self.parts:
                 if part.share.hold == "phase":
