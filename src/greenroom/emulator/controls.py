@@ -198,6 +198,24 @@ def pinned_stats() -> dict[str, int]:
     return _C.pinned_stats()
 
 
+def register_host(address: int, nbytes: int) -> None:
+    """Pins memory that somebody else allocated, shared memory for one, as cudaHostRegister does.
+
+    Raises:
+        RuntimeError: part of it is pinned already, or `fail_pin` says so.
+    """
+    _C.register_host(address, nbytes)
+
+
+def unregister_host(address: int) -> None:
+    """Unpins what `register_host` pinned, after the copies that use it.
+
+    Raises:
+        RuntimeError: nothing was registered at this address.
+    """
+    _C.unregister_host(address)
+
+
 def reset_peak_pinned() -> None:
     _C.reset_peak_pinned()
 

@@ -19,6 +19,7 @@ from greenroom.emulator.controls import (
     fail_pin,
     pinned_stats,
     race_reports,
+    register_host,
     reset,
     reset_counters,
     reset_peak_pinned,
@@ -33,6 +34,7 @@ from greenroom.emulator.controls import (
     set_virtual_time,
     take_memory_timeline,
     take_timeline,
+    unregister_host,
     virtual_time,
 )
 from greenroom.emulator.index import DeviceLike, device_index
@@ -75,6 +77,7 @@ __all__ = [
     "memory_stats",
     "pinned_stats",
     "race_reports",
+    "register_host",
     "reset",
     "reset_counters",
     "reset_peak_memory_stats",
@@ -96,6 +99,7 @@ __all__ = [
     "synchronize",
     "take_memory_timeline",
     "take_timeline",
+    "unregister_host",
     "virtual_time",
 ]
 

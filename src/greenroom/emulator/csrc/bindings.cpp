@@ -53,6 +53,8 @@ static void bind_memory(py::module& m) {
     r["count"] = s.active_requests.current;
     return r;
   });
+  m.def("register_host", [](uintptr_t address, size_t bytes) { register_pinned((void*)address, bytes); });
+  m.def("unregister_host", [](uintptr_t address) { unregister_pinned((void*)address); }, py::call_guard<py::gil_scoped_release>());
   m.def("reset_peak_pinned", [] { host_allocator()->reset_peak_stats(); });
 }
 

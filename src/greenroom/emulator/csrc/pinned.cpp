@@ -11,6 +11,7 @@
 
 #include "faults.h"
 #include "memory.h"
+#include "streams.h"
 #include "trace.h"
 
 namespace emu {
@@ -23,6 +24,23 @@ std::mutex stats_mutex;
 at::HostStats& stats() {
   static auto* s = new at::HostStats();
   return *s;
+}
+
+void add(PinnedBlock* b) {
+  {
+    std::unique_lock<std::shared_mutex> g(blocks_mutex);
+    blocks[(uintptr_t)b->ptr] = b;
+  }
+  {
+    std::lock_guard<std::mutex> g(stats_mutex);
+    stats().active_bytes.increase(b->size);
+    stats().allocated_bytes.increase(b->size);
+    stats().active_requests.increase(1);
+    stats().allocations.increase(1);
+    stats().num_host_alloc++;
+  }
+  trace::counters.pins++;
+  trace::counters.pinned_bytes += b->size;
 }
 
 void delete_pinned(void* block) { // the owner is gone: counted as free now, memory kept until its copies end
@@ -48,21 +66,8 @@ struct PinnedAllocator final : at::HostAllocator {
     TORCH_CHECK(posix_memalign(&p, 64, (n + 63) / 64 * 64) == 0, "emu: the host is out of memory (", n, " bytes to pin)");
     // Without this the system may hand back memory that still holds the very data a late copy should bring.
     if (poison) memset(p, kPoison, n);
-    auto* b = new PinnedBlock(p, n);
-    {
-      std::unique_lock<std::shared_mutex> g(blocks_mutex);
-      blocks[(uintptr_t)p] = b;
-    }
-    {
-      std::lock_guard<std::mutex> g(stats_mutex);
-      stats().active_bytes.increase(n);
-      stats().allocated_bytes.increase(n);
-      stats().active_requests.increase(1);
-      stats().allocations.increase(1);
-      stats().num_host_alloc++;
-    }
-    trace::counters.pins++;
-    trace::counters.pinned_bytes += n;
+    auto* b = new PinnedBlock(p, n, true);
+    add(b);
     return {p, b, &delete_pinned, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* dst, const void* src, size_t n) const override { default_copy_data(dst, src, n); }
@@ -99,9 +104,29 @@ void release_pinned(void* block) {
     std::unique_lock<std::shared_mutex> g(blocks_mutex);
     blocks.erase((uintptr_t)b->ptr);
   }
-  if (poison) memset(b->ptr, kPoison, b->size);
-  free(b->ptr);
+  if (b->owned) {
+    if (poison) memset(b->ptr, kPoison, b->size);
+    free(b->ptr);
+  }
   delete b;
+}
+void register_pinned(void* address, size_t bytes) {
+  TORCH_CHECK(bytes > 0, "emu: nothing to register");
+  TORCH_CHECK(!pin_fault.due(), "emu: pinning ", bytes, " bytes failed (injected by fail_pin)");
+  {
+    std::shared_lock<std::shared_mutex> g(blocks_mutex);
+    auto a = (uintptr_t)address;
+    auto it = blocks.lower_bound(a + bytes);
+    bool overlaps = it != blocks.begin() && (--it)->first + it->second->size > a;
+    TORCH_CHECK(!overlaps, "emu: part of this memory is pinned already");
+  }
+  add(new PinnedBlock(address, bytes, false));
+}
+void unregister_pinned(void* address) {
+  auto* b = find_pinned(address, false);
+  TORCH_CHECK(b && b->ptr == address && !b->owned, "emu: this memory was not registered");
+  for (int d = 0; d < device_count(); d++) synchronize(d);
+  delete_pinned(b);
 }
 at::HostAllocator* host_allocator() {
   static auto* a = new PinnedAllocator();
