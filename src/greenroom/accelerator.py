@@ -170,6 +170,30 @@ class Accelerator:
             yield
 
 
+def rank_devices(device: str | torch.device, ranks: int) -> list[str]:
+    """The device of each rank on this host: the one with its index; the CPU for all.
+
+    No device is touched: a context would take memory on one that belongs to a rank.
+
+    Raises:
+        OffloadError: there are fewer devices than ranks, or the device has an index already.
+    """
+    wanted = torch.device(device)
+    if wanted.index is not None and ranks > 1:
+        raise OffloadError(f"device: {str(device)!r} names one device for {ranks} ranks; accepted: {wanted.type!r}")
+    if wanted.type == "cpu" or ranks == 1:
+        return [str(wanted)] * ranks
+    present = torch.accelerator.current_accelerator(check_available=True)
+    if present is None or present.type != wanted.type:
+        there = "'cpu'" if present is None else f"{present.type!r} or 'cpu'"
+        raise OffloadError(f"device: {str(device)!r} is not available here; accepted: {there}")
+    count = torch.accelerator.device_count()
+    # Each process has an emulator of its own, with as many devices as it is told.
+    if ranks > count and wanted.type != "emu":
+        raise OffloadError(f"device: {ranks} ranks need {ranks} devices; accepted: at most {count} ranks here")
+    return [f"{wanted.type}:{rank}" for rank in range(ranks)]
+
+
 def _registered(nbytes: int) -> torch.Tensor:
     """Page-aligned host memory that is registered with CUDA, and unregistered when its storage goes."""
     page = 4096

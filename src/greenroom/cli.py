@@ -166,6 +166,12 @@ def serve(
     dlo_pin_budget_gb: Annotated[float | None, typer.Option(help="Most host memory to lock, in GB.")] = None,
     dlo_pin_failure_policy: Annotated[str, typer.Option(help="fail or whole_block_fallback.")] = "fail",
     dlo_chunk_size_mb: Annotated[int | None, typer.Option(min=1, help="Size of a piece of a copy, in MB.")] = None,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Ranks: processes with a device each, which serve different requests.")
+    ] = 1,
+    rank_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds without a sign of life after which a rank counts as dead.")
+    ] = 30.0,
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
     ] = None,
@@ -197,9 +203,17 @@ def serve(
         from greenroom.serving.main import run
     except ImportError as error:
         raise _fail(str(error)) from None
-    from greenroom.engine import Omni
+    from greenroom.engine import Engine, Omni, OmniRanks
 
     words: dict[str, Any] = {
+        "diffusion_offload_config": diffusion_offload_config,
+        "memory_budget": memory_budget,
+        "device": device,
+        "dtype": dtype,
+        "variant": variant,
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "max_queue": max_queue,
         "enable_cpu_offload": enable_cpu_offload,
         "enable_layerwise_offload": enable_layerwise_offload,
         "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
@@ -219,18 +233,11 @@ def serve(
         request_timeout=request_timeout,
     )
     try:
-        engine = Omni(
-            model,
-            diffusion_offload_config=diffusion_offload_config,
-            memory_budget=memory_budget,
-            device=device,
-            dtype=dtype,
-            variant=variant,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            max_queue=max_queue,
-            **words,
-        )
+        engine: Engine
+        if data_parallel_size > 1:
+            engine = OmniRanks(model, data_parallel_size=data_parallel_size, rank_timeout=rank_timeout, **words)
+        else:
+            engine = Omni(model, **words)
     except (GreenroomError, OSError, ImportError) as error:
         raise _fail(str(error)) from None
     report = engine.report()
@@ -242,6 +249,9 @@ def serve(
         run(engine, settings, host=host, port=port, log_level=log_level)
     except OSError as error:
         raise _fail(f"cannot listen on {host}:{port}: {error}") from None
+    if engine.status.cause is not None:
+        errors.print(f"[bold red]error:[/] ended without {engine.status.cause}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
 
 
 def main() -> Any:

@@ -3,20 +3,31 @@
 from greenroom import Omni
 """
 
+from typing import TypeAlias
+
 from greenroom.engine.errors import DoesNotFit, QueueFull, RequestCancelled, RequestRefused, WorkerDied
+from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniMetrics, OmniResult, Request
-from greenroom.engine.omni import EngineStatus, Omni
+from greenroom.engine.omni import EngineStatus, Omni, RankStatus
+from greenroom.engine.ranks.front import OmniRanks
 from greenroom.engine.sampling import OmniDiffusionSamplingParams, pipeline_parameters
+
+Engine: TypeAlias = Omni | OmniRanks
+"""What serves requests: one process, or several behind one queue."""
 
 __all__ = [
     "DoesNotFit",
+    "Engine",
     "EngineStatus",
+    "Figures",
     "Job",
     "Omni",
     "OmniDiffusionSamplingParams",
     "OmniMetrics",
+    "OmniRanks",
     "OmniResult",
     "QueueFull",
+    "RankStatus",
     "Request",
     "RequestCancelled",
     "RequestRefused",

@@ -17,13 +17,14 @@ from greenroom.api import offload
 from greenroom.config import OffloadConfig, parse_config
 from greenroom.engine.errors import RequestRefused, WorkerDied
 from greenroom.engine.facts import ModelFacts, facts_of
+from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits, read_image
 from greenroom.engine.runner import Runner
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.engine.view import LiveView
 from greenroom.engine.worker import Worker
-from greenroom.errors import ConfigError, OffloadError
+from greenroom.errors import ConfigError, GreenroomError, OffloadError
 from greenroom.handle import Handle, Report
 from greenroom.loading import LoadReport, check_dtype, load_checkpoint
 from greenroom.memory import Memory
@@ -32,14 +33,25 @@ _INPUTS = ("prompt", "negative_prompt", "image", "mask_image", "last_image", "vi
 
 
 @dataclass(frozen=True)
+class RankStatus:
+    """How one rank does: `running` is the request it serves, `cause` what ended it."""
+
+    rank: int
+    alive: bool
+    running: str | None
+    cause: str | None
+
+
+@dataclass(frozen=True)
 class EngineStatus:
-    """How the engine does. `cause` says what ended the worker."""
+    """How the engine does. `cause` says what ended the worker; `ranks` is empty for an engine of one process."""
 
     alive: bool
     asleep: bool
     waiting: int
     running: str | None
     cause: str | None
+    ranks: tuple[RankStatus, ...] = ()
 
 
 class Omni:
@@ -125,6 +137,7 @@ class Omni:
         self._handle: Handle | None = None
         self._runner: Runner | None = None
         self._view: LiveView | None = None
+        self._served = {"served": 0, "copied": 0, "steps": 0}
         self._worker = self._start()
 
     # ------------------------------------------------------------------ generating
@@ -152,18 +165,7 @@ class Omni:
             DoesNotFit: the device has too little memory.
             WorkerDied, RequestCancelled: the engine went away.
         """
-        params = OmniDiffusionSamplingParams.of(sampling_params)
-        items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        requests = [Request(prompt_inputs(item), params, progress=progress) for item in items]
-        jobs: list[Job] = []
-        try:
-            for request in requests:
-                jobs.append(self.submit(request))
-            return [job.future.result() for job in jobs]
-        except BaseException:
-            for job in jobs:
-                job.cancel("another prompt of the same call failed")
-            raise
+        return generate_each(self, prompts, sampling_params, progress=progress)
 
     def submit(self, request: Request) -> Job:
         """Puts a request into the queue and returns at once; `job.future` gives the result.
@@ -171,7 +173,11 @@ class Omni:
         Raises:
             QueueFull, WorkerDied: it was not taken.
         """
-        return self._worker.submit(Job(request))
+        return self.enqueue(Job(request))
+
+    def enqueue(self, job: Job) -> Job:
+        """As `submit`, for a job that somebody follows already."""
+        return self._worker.submit(job)
 
     def cancel_swept(self) -> None:
         """Ends waiting jobs that were given up, so that they take no place in the queue."""
@@ -223,6 +229,23 @@ class Omni:
         """What the offload keeps where; None where nothing is offloaded or the engine sleeps."""
         handle = self._handle
         return handle.report() if handle is not None and handle.enabled else None
+
+    def figures(self) -> list[Figures]:
+        """What is measured, for each rank; here there is one."""
+        try:
+            report = self.report()
+        except GreenroomError:  # an offload that is undone at this very moment
+            report = None
+        return [
+            Figures(
+                rank=None,
+                device=str(self.device),
+                alive=self._worker.alive,
+                allocated=self._accelerator.allocated(),
+                report=report,
+                **self._served,
+            )
+        ]
 
     def live(self, since: int = 0) -> dict[str, Any]:
         """What lies on the device at this moment; see `LiveView.snapshot`."""
@@ -330,7 +353,11 @@ class Omni:
 
     def _run(self, job: Job) -> OmniResult:
         assert self._runner is not None
-        return self._runner.run(job)
+        result = self._runner.run(job)
+        self._served["served"] += 1
+        self._served["copied"] += result.metrics.bytes_to_device
+        self._served["steps"] += result.metrics.steps
+        return result
 
     def _place(self, config: OffloadConfig | None) -> None:
         device = self._accelerator.device
@@ -386,6 +413,28 @@ class Omni:
         self._asleep = self._worker.paused = False
 
 
+def generate_each(
+    engine: Any,
+    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+    sampling_params: OmniDiffusionSamplingParams | Mapping[str, Any] | None,
+    *,
+    progress: bool,
+) -> list[OmniResult]:
+    """`generate` of any engine that takes requests; see `Omni.generate`."""
+    params = OmniDiffusionSamplingParams.of(sampling_params)
+    items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    requests = [Request(prompt_inputs(item), params, progress=progress) for item in items]
+    jobs: list[Job] = []
+    try:
+        for request in requests:
+            jobs.append(engine.submit(request))
+        return [job.future.result() for job in jobs]
+    except BaseException:
+        for job in jobs:
+            job.cancel("another prompt of the same call failed")
+        raise
+
+
 def find_device(device: str | torch.device | None) -> str | torch.device:
     """The device to compute on: the one given, else the accelerator that is present, else the CPU."""
     if device is None:
@@ -427,4 +476,4 @@ def _read(value: Any, field: str, limits: MediaLimits | None) -> Any:
     return read_image(value, limits, field)
 
 
-__all__ = ["EngineStatus", "Omni", "find_device", "prompt_inputs"]
+__all__ = ["EngineStatus", "Omni", "RankStatus", "find_device", "generate_each", "prompt_inputs"]

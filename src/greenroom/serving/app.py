@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, Response
 
-from greenroom.engine import Omni
+from greenroom.engine import Engine
 from greenroom.serving import errors, images, operating, videos
 from greenroom.serving.context import Context
 from greenroom.serving.guards import Guards
@@ -28,7 +28,7 @@ _PAGE_HEADERS = {
 }
 
 
-def create_app(omni: Omni, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(omni: Engine, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI app that serves an engine, and shuts it down when it ends itself.
 
     The event loop never computes: requests wait for the engine's worker, files are read and written on threads.
@@ -74,7 +74,7 @@ def create_app(omni: Omni, settings: ServerSettings | None = None) -> FastAPI:
     return app
 
 
-async def _tidy(omni: Omni, store: VideoStore) -> None:
+async def _tidy(omni: Engine, store: VideoStore) -> None:
     while True:
         await asyncio.sleep(_TIDY)
         omni.cancel_swept()

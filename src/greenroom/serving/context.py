@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
-from greenroom.engine import Job, Omni, OmniResult, Request
+from greenroom.engine import Engine, Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits
 from greenroom.serving import limits
 from greenroom.serving.errors import ApiError, as_api_error
@@ -30,7 +30,7 @@ _ALIVE = 10.0
 class Context:
     """One server."""
 
-    omni: Omni
+    omni: Engine
     settings: ServerSettings
     metrics: Metrics
 

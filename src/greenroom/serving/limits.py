@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from greenroom.engine import Omni
+from greenroom.engine import Engine
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.serving.errors import ApiError
 from greenroom.serving.settings import ServerSettings
 
 
-def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusionSamplingParams) -> None:
+def check(omni: Engine, settings: ServerSettings, prompt: str, params: OmniDiffusionSamplingParams) -> None:
     """Refuses what is beyond the limits.
 
     Raises:
@@ -42,7 +42,7 @@ def check(omni: Omni, settings: ServerSettings, prompt: str, params: OmniDiffusi
         raise _refused("n", str(params.num_outputs_per_prompt), f"at most {settings.max_outputs}")
 
 
-def _default(omni: Omni, params: OmniDiffusionSamplingParams, name: str) -> int | None:
+def _default(omni: Engine, params: OmniDiffusionSamplingParams, name: str) -> int | None:
     value: int | None = getattr(params, name)
     return omni.facts.default(name) if value is None else value
 

@@ -9,7 +9,7 @@ import sys
 
 import uvicorn
 
-from greenroom.engine import Omni
+from greenroom.engine import Engine
 from greenroom.serving.app import create_app
 from greenroom.serving.settings import ServerSettings
 
@@ -19,7 +19,7 @@ _SWITCH_INTERVAL = 0.0005
 
 
 def run(
-    omni: Omni, settings: ServerSettings, *, host: str = "127.0.0.1", port: int = 8000, log_level: str = "info"
+    omni: Engine, settings: ServerSettings, *, host: str = "127.0.0.1", port: int = 8000, log_level: str = "info"
 ) -> None:
     """Serves until SIGINT or SIGTERM; running requests then get `settings.shutdown_timeout` seconds.
 
@@ -43,7 +43,7 @@ def run(
 
 
 def make_server(
-    omni: Omni, settings: ServerSettings, *, host: str = "127.0.0.1", port: int = 8000, log_level: str = "info"
+    omni: Engine, settings: ServerSettings, *, host: str = "127.0.0.1", port: int = 8000, log_level: str = "info"
 ) -> uvicorn.Server:
     """A uvicorn server around the app, for callers that run it themselves."""
     config = uvicorn.Config(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from greenroom.engine import Omni, OmniMetrics
-from greenroom.errors import GreenroomError
-from greenroom.handle import Report
+from greenroom.engine import Engine, Figures, OmniMetrics
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
@@ -18,7 +17,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 class Metrics:
     """Counters of one server, and gauges that are read when they are asked for."""
 
-    def __init__(self, omni: Omni) -> None:
+    def __init__(self, omni: Engine) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "greenroom_requests", "Requests by kind and outcome.", ["kind", "outcome"], registry=self.registry
@@ -54,28 +53,51 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    def __init__(self, omni: Omni) -> None:
+    def __init__(self, omni: Engine) -> None:
         self._omni = omni
 
     def collect(self) -> Iterator[Metric]:
         status = self._omni.status
-        yield _gauge("greenroom_worker_alive", "Whether the worker lives.", status.alive)
+        yield _gauge("greenroom_worker_alive", "Whether all workers live.", status.alive)
         yield _gauge("greenroom_asleep", "Whether the engine sleeps.", status.asleep)
         yield _gauge("greenroom_queue_waiting", "Requests that wait.", status.waiting)
-        yield _gauge("greenroom_running", "Requests that run.", status.running is not None)
-        yield _gauge("greenroom_device_allocated_bytes", "Device memory in use.", self._omni.accelerator.allocated())
-        report: Report | None = None
-        try:
-            report = self._omni.report()
-        except GreenroomError:
-            report = None
-        if report is not None:
-            resident = sum(c.resident for c in report.components) + report.arena
-            yield _gauge("greenroom_resident_bytes", "Device memory that weights hold all the time.", resident)
-            yield _gauge("greenroom_pinned_bytes", "Page-locked host memory.", report.pinned)
-            yield _gauge("greenroom_pageable_bytes", "Host memory of weights that is not locked.", report.pageable)
-            if report.budget is not None:
-                yield _gauge("greenroom_memory_budget_bytes", "The memory budget.", report.budget)
+        running = sum(r.running is not None for r in status.ranks) if status.ranks else status.running is not None
+        yield _gauge("greenroom_running", "Requests that run.", running)
+        yield from _of_ranks(self._omni.figures())
+
+
+def _of_ranks(figures: list[Figures]) -> Iterator[Metric]:
+    """What each rank has, with a label for its number where there are several."""
+    labels = ["rank"] if any(f.rank is not None for f in figures) else []
+
+    def family(name: str, text: str, values: Sequence[float | None], kind: Any = GaugeMetricFamily) -> Iterator[Metric]:
+        metric = kind(name, text, labels=labels)
+        for each, value in zip(figures, values, strict=True):
+            if value is not None:
+                metric.add_metric([str(each.rank)] if labels else [], float(value))
+        if metric.samples:
+            yield metric
+
+    reports = [f.report for f in figures]
+    if labels:
+        yield from family("greenroom_rank_alive", "Whether the rank serves.", [float(f.alive) for f in figures])
+        for name, text, totals in (
+            ("greenroom_rank_requests", "Requests that the rank has finished.", [f.served for f in figures]),
+            ("greenroom_rank_copied_bytes", "Weights copied to the rank's device.", [f.copied for f in figures]),
+            ("greenroom_rank_steps", "Denoising steps of the rank.", [f.steps for f in figures]),
+        ):
+            yield from family(name, text, [float(t) for t in totals], CounterMetricFamily)
+    yield from family(
+        "greenroom_device_allocated_bytes", "Device memory in use.", [float(f.allocated) for f in figures]
+    )
+    resident = [sum(c.resident for c in r.components) + r.arena if r is not None else None for r in reports]
+    yield from family("greenroom_resident_bytes", "Device memory that weights hold all the time.", resident)
+    pinned = [r.pinned if r is not None else None for r in reports]
+    yield from family("greenroom_pinned_bytes", "Page-locked host memory.", pinned)
+    pageable = [r.pageable if r is not None else None for r in reports]
+    yield from family("greenroom_pageable_bytes", "Host memory of weights that is not locked.", pageable)
+    budgets = [r.budget if r is not None else None for r in reports]
+    yield from family("greenroom_memory_budget_bytes", "The memory budget.", budgets)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

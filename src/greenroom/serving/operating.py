@@ -26,12 +26,19 @@ def router(context: Context) -> APIRouter:
     async def health() -> Response:
         status = omni.status
         word = "dead" if not status.alive else "asleep" if status.asleep else "ok"
-        body = {"status": word, "waiting": status.waiting, "running": status.running, "cause": status.cause}
+        if status.ranks and not status.alive and any(r.alive for r in status.ranks):
+            word = "degraded"
+        body: dict[str, Any] = {
+            "status": word, "waiting": status.waiting, "running": status.running, "cause": status.cause
+        }  # fmt: skip
+        if status.ranks:
+            body["ranks"] = [vars(r) for r in status.ranks]
         return JSONResponse(body, 200 if status.alive else 503)
 
     @routes.get("/metrics", tags=["operating"], summary="Prometheus.")
     async def metrics() -> Response:
-        return Response(context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+        page = await asyncio.to_thread(context.metrics.page)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
@@ -48,7 +55,13 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/offload", tags=["operating"], summary="What lies where.")
     async def offload() -> dict[str, Any]:
-        report = omni.report()
+        figures = await asyncio.to_thread(omni.figures)
+        report = next((f.report for f in figures if f.report is not None), None)
+        ranks = [
+            {"rank": f.rank, "device": f.device, "alive": f.alive, "report": f.report.to_dict() if f.report else None}
+            for f in figures
+            if f.rank is not None
+        ]
         return {
             "model": context.model_name,
             "pipeline": omni.facts.pipeline,
@@ -59,12 +72,16 @@ def router(context: Context) -> APIRouter:
             "report": report.to_dict() if report is not None else None,
             "text": str(report) if report is not None else None,
             "loading": omni.load_report.to_dict() if omni.load_report is not None else None,
+            **({"ranks": ranks} if ranks else {}),
         }
 
     @routes.get("/v1/offload/live", tags=["operating"], summary="What lies on the device at this moment.")
-    async def live(since: int = Query(0, ge=0)) -> dict[str, Any]:
-        snapshot = omni.live(since)
-        report = omni.report()
+    async def live(since: int = Query(0, ge=0), rank: int = Query(0, ge=0)) -> dict[str, Any]:
+        if rank >= max(1, len(omni.status.ranks)):
+            raise ApiError(404, f"there is no rank {rank}", param="rank", code="not_found")
+        where = {"rank": rank} if omni.status.ranks else {}
+        snapshot = await asyncio.to_thread(omni.live, since, **where)
+        report = await asyncio.to_thread(omni.report)
         snapshot["budget"] = report.budget if report is not None else None
         status = omni.status
         snapshot["waiting"], snapshot["running"] = status.waiting, status.running

@@ -1,0 +1,1 @@
+"""Several ranks, each a process with an engine of its own, behind one front."""

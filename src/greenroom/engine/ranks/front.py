@@ -1,0 +1,628 @@
+"""Several ranks behind one queue: requests go to free ranks, in the order in which they come."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from greenroom.accelerator import rank_devices
+from greenroom.config import OffloadConfig, Strategy, parse_config
+from greenroom.engine.errors import QueueFull, RequestCancelled, WorkerDied
+from greenroom.engine.facts import ModelFacts
+from greenroom.engine.figures import Figures
+from greenroom.engine.job import QUEUED, RUNNING, Job, OmniResult, Request
+from greenroom.engine.omni import EngineStatus, RankStatus, find_device, generate_each
+from greenroom.engine.ranks import launch
+from greenroom.engine.ranks.link import GONE, READY, STARTING, Link
+from greenroom.engine.ranks.wire import (
+    Answer,
+    Begin,
+    Cancel,
+    Dying,
+    NotStarted,
+    Outcome,
+    Progress,
+    Ready,
+    Stop,
+    Submit,
+)
+from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.errors import ConfigError, GreenroomError
+from greenroom.handle import Report
+from greenroom.loading import LoadReport, check_dtype
+from greenroom.memory import Memory
+
+# Seconds between two looks for cancellations, silent ranks and processes that should have ended.
+_LOOK = 0.1
+# Seconds that other ranks get to say why they did not start, after the first has: the first is not always the cause.
+_GRACE = 2.0
+# Seconds that a figure may take; one that takes longer is told as it was.
+_PATIENCE = 2.0
+# Seconds for a rank to end by itself beyond what its request gets.
+_LEAVING = 5.0
+
+
+@dataclass
+class _Order:
+    """Something that all ranks do when no request runs."""
+
+    what: str
+    words: Mapping[str, Any]
+    future: Future[list[Any]]
+    asked: dict[int, Future[Any]] | None = None
+
+
+class OmniRanks:
+    """`Omni` over several ranks, each a process with a device and an engine of its own.
+
+        with OmniRanks("Qwen/Qwen-Image", data_parallel_size=2, enable_layerwise_offload=True) as omni:
+            omni.generate(["a cup of coffee", "a cup of tea"], {"seed": 7})
+
+    Requests wait in one queue and go to whichever rank is free, each to one. A rank that dies fails the request that
+    it was serving and turns `status.alive` to False. Where the ranks share nothing that they need in every step, the
+    others go on serving; where they gather weights from each other, all of them end. `restart()` starts anew.
+
+    Args:
+        model: a diffusers folder or a hub id.
+        data_parallel_size: the number of ranks.
+        device: a kind of device, such as "cuda" or "emu"; rank i computes on the device with index i.
+        max_queue: most requests that may wait; None for no limit.
+        rank_timeout: seconds without a sign of life after which a rank counts as dead, and that those which depend
+            on a dead one get to end by themselves.
+        **words: as for `Omni`.
+
+    Raises:
+        ConfigError: a word is not accepted; before anything is started.
+        WorkerDied: a rank died while it started.
+        Exception: what the first rank that could not start says.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        data_parallel_size: int,
+        device: str | torch.device | None = None,
+        max_queue: int | None = None,
+        rank_timeout: float = 30.0,
+        dtype: Any = None,
+        **words: Any,
+    ) -> None:
+        if isinstance(data_parallel_size, bool) or not isinstance(data_parallel_size, int) or data_parallel_size < 1:
+            raise ConfigError("data_parallel_size", data_parallel_size, "a number of ranks, 1 or more")
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(
+                "model", type(model).__name__, "a folder or a hub id where several ranks load it, each for itself"
+            )
+        self._config = _configuration(words)
+        check_dtype(dtype)
+        devices = rank_devices(find_device(device), data_parallel_size)
+        self._begins = [Begin(os.fspath(model), {**words, "dtype": dtype, "device": device}) for device in devices]
+        options = self._config.layer_options.values() if self._config is not None else ()
+        # Ranks that gather need each other in every step; those that share host memory only need to start together.
+        self._gathers = data_parallel_size > 1 and any(o.weight_transfer == "allgather" for o in options)
+        self._grouped = self._config is not None and self._config.strategy is Strategy.DISTRIBUTED_LAYERWISE
+        self._rank_timeout = rank_timeout
+        self.max_queue = max_queue
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
+        self._orders: deque[_Order] = deque()
+        self._lock = threading.RLock()
+        self._links: list[Link] = []
+        self._leaving: list[Link] = []
+        self._counts: list[dict[str, Any]] = [{"served": 0, "copied": 0, "steps": 0} for _ in devices]
+        self._figures: dict[int, Figures] = {}
+        self._typical_s = 1.0
+        self._asleep = False
+        self._budget: int | float | str | None = None
+        self._wanted: tuple[Sequence[int], Future[None]] | None = None
+        self._starting: Future[None] | None = None
+        self._started_failing: float | None = None
+        self._closing: Future[bool] | None = None
+        self._cancel_on_close = True
+        self._close_at: float | None = None
+        self._stops_sent = False
+        self._forced = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._main, name="greenroom-front", daemon=True)
+        self._thread.start()
+        try:
+            self._start(range(data_parallel_size)).result()
+        except BaseException:
+            self.shutdown(timeout_s=0)
+            raise
+
+    # ------------------------------------------------------------------ generating
+
+    def generate(
+        self,
+        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
+        sampling_params: OmniDiffusionSamplingParams | Mapping[str, Any] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[OmniResult]:
+        """Generates from each prompt, on as many ranks at once as are free; see `Omni.generate`."""
+        return generate_each(self, prompts, sampling_params, progress=progress)
+
+    def submit(self, request: Request) -> Job:
+        """Puts a request into the queue and returns at once; `job.future` gives the result.
+
+        Raises:
+            QueueFull, WorkerDied: it was not taken.
+        """
+        job = Job(request)
+        with self._lock:
+            serving = self._serving()
+            if self._closed or not serving:
+                raise WorkerDied("the engine was shut down" if self._closed else f"no rank is left ({self._cause()})")
+            if self.max_queue is not None and len(self._jobs) >= self.max_queue:
+                ahead = len(self._jobs) + sum(link.job is not None for link in serving)
+                raise QueueFull(len(self._jobs), max(1, min(600, round(ahead * self._typical_s / len(serving)))))
+            self._jobs.append(job)
+        self._inbox.put(None)
+        return job
+
+    def cancel_swept(self) -> None:
+        """Ends waiting jobs that were given up, so that they take no place in the queue."""
+        self._inbox.put(None)
+
+    # ------------------------------------------------------------------ looking
+
+    @property
+    def status(self) -> EngineStatus:
+        with self._lock:
+            running = [link.job.id for link in self._links if link.job is not None]
+            return EngineStatus(
+                alive=not self._closed and all(link.state == READY for link in self._links),
+                asleep=self._asleep,
+                waiting=len(self._jobs),
+                running=running[0] if running else None,
+                cause=self._cause(),
+                ranks=tuple(
+                    RankStatus(link.rank, link.state == READY, link.job.id if link.job else None, link.cause)
+                    for link in self._links
+                ),
+            )
+
+    @property
+    def device(self) -> str:
+        """The devices, one for each rank."""
+        return ", ".join(begin.words["device"] for begin in self._begins)
+
+    @property
+    def config(self) -> OffloadConfig | None:
+        """The configuration in force, or None where nothing is offloaded."""
+        return self._config
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._told().facts
+
+    @property
+    def model(self) -> str:
+        return self._told().model
+
+    @property
+    def load_report(self) -> LoadReport | None:
+        """How the first rank loaded; the others did the same."""
+        return self._told().load_report
+
+    @property
+    def recommended(self) -> dict[str, Any]:
+        """Call arguments that the checkpoint recommends."""
+        return dict(self.facts.recommended)
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether the pipeline makes videos rather than pictures."""
+        return self.facts.makes_videos
+
+    def can_take(self, name: str) -> bool:
+        """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""
+        return name in self._told().inputs
+
+    def figures(self) -> list[Figures]:
+        """What is measured, for each rank. A rank that does not answer soon is told as it was."""
+        links = list(self._links)
+        asked = {link.rank: link.ask("figures") for link in links if link.state == READY}
+        limit = time.monotonic() + _PATIENCE
+        for rank, future in asked.items():
+            try:
+                self._figures[rank] = future.result(max(0.0, limit - time.monotonic()))[0]
+            except Exception:
+                continue
+        return [self._figures_of(link) for link in links]
+
+    def report(self) -> Report | None:
+        """What the first living rank keeps where; `figures` has them all."""
+        return next((f.report for f in self.figures() if f.alive and f.report is not None), None)
+
+    def live(self, since: int = 0, rank: int = 0) -> dict[str, Any]:
+        """What lies on a rank's device at this moment; see `LiveView.snapshot`.
+
+        Raises:
+            ConfigError: there is no such rank.
+            WorkerDied: it is gone, or does not answer.
+        """
+        links = list(self._links)
+        if not 0 <= rank < len(links):
+            raise ConfigError("rank", rank, f"0 to {len(links) - 1}")
+        try:
+            found: dict[str, Any] = links[rank].ask("live", {"since": since}).result(_PATIENCE)
+        except TimeoutError:
+            raise WorkerDied(f"rank {rank} does not answer") from None
+        return found
+
+    # ------------------------------------------------------------------ operating
+
+    def set_memory(self, memory_budget: int | float | str) -> Report | None:
+        """Changes the memory budget of each rank when none serves a request; results stay the same.
+
+        Raises:
+            ConfigError, GreenroomError, ValueError: as `Omni.set_memory`; ranks that had taken it go back.
+        """
+        Memory.parse(memory_budget, "memory_budget")
+        if self._config is None:
+            raise ConfigError("memory_budget", memory_budget, "nothing: this pipeline is not offloaded")
+        before = self._budget if self._budget is not None else self._config.memory_budget
+        try:
+            reports = self._order("set_memory", memory_budget=memory_budget).result()
+        except Exception:
+            if before is not None:
+                word = before.to_word() if isinstance(before, Memory) else before
+                self._order("set_memory", memory_budget=word).exception()
+            raise
+        self._budget = memory_budget
+        return next((r for r in reports if r is not None), None)
+
+    def sleep(self) -> None:
+        """Frees the devices after the running requests; requests that come meanwhile wait for `wake`."""
+        self._order("sleep").result()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Brings back what `sleep` freed; the next request gives the same bits as before."""
+        self._order("wake").result()
+        self._asleep = False
+        self._inbox.put(None)
+
+    def restart(self) -> None:
+        """Starts ranks in place of dead ones. Where the ranks share weights, all of them, once none serves.
+
+        Raises:
+            Exception: as when the engine was made; the ranks stay dead.
+        """
+        with self._lock:
+            if self._closed:
+                raise WorkerDied("the engine was shut down")
+            dead = [link.rank for link in self._links if link.state == GONE]
+        if not dead:
+            return
+        self._start(range(len(self._begins)) if self._grouped else dead).result()
+        if self._budget is not None:
+            self._order("set_memory", memory_budget=self._budget).result()
+        if self._asleep:
+            self._order("sleep").result()
+
+    def shutdown(self, timeout_s: float | None = None, *, cancel: bool = True) -> bool:
+        """Ends all ranks; True if they ended in time, by themselves. Harmless when done already.
+
+        Args:
+            timeout_s: how long to wait for the running requests; None for as long as it takes. Processes that are
+                still there then are killed.
+            cancel: give requests up at their next step, rather than finish them within `timeout_s`.
+        """
+        with self._lock:
+            if self._closing is None:
+                self._closing = Future()
+                self._closed = True
+                self._cancel_on_close = cancel
+            if timeout_s is not None:
+                limit = time.monotonic() + timeout_s
+                self._close_at = limit if self._close_at is None else min(self._close_at, limit)
+        self._inbox.put(None)
+        ended = self._closing.result()
+        self._thread.join()
+        return ended
+
+    def __enter__(self) -> OmniRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ small things
+
+    def _told(self) -> Ready:
+        return next(link.ready for link in self._links if link.ready is not None)
+
+    def _figures_of(self, link: Link) -> Figures:
+        known = self._figures.get(link.rank)
+        if known is None:
+            known = Figures(rank=None, device=self._begins[link.rank].words["device"], alive=False)
+        alive = link.state == READY
+        if not alive:
+            known = replace(known, allocated=0, report=None)
+        return replace(known, rank=link.rank, alive=alive, **self._counts[link.rank])
+
+    def _serving(self) -> list[Link]:
+        """Ranks that requests may be given to, now or soon."""
+        if self._gathers and any(link.state == GONE for link in self._links):
+            return []
+        return [link for link in self._links if link.state != GONE]
+
+    def _cause(self) -> str | None:
+        causes = [f"{link.name}: {link.cause}" for link in self._links if link.cause is not None]
+        return "; ".join(causes) or None
+
+    def _start(self, ranks: Sequence[int]) -> Future[None]:
+        future: Future[None] = Future()
+        with self._lock:
+            if self._wanted is not None or self._starting is not None or self._closed:
+                raise WorkerDied("the engine is being started or shut down already")
+            self._wanted = (ranks, future)
+        self._inbox.put(None)
+        return future
+
+    def _order(self, what: str, **words: Any) -> Future[list[Any]]:
+        order = _Order(what, words, Future())
+        with self._lock:
+            if self._closed:
+                raise WorkerDied("the engine was shut down")
+            self._orders.append(order)
+        self._inbox.put(None)
+        return order.future
+
+    # ------------------------------------------------------------------ the front's thread
+
+    def _main(self) -> None:
+        while True:
+            try:
+                item = self._inbox.get(timeout=_LOOK)
+            except queue.Empty:
+                item = None
+            with self._lock:
+                if item is not None:
+                    self._hear(*item)
+                self._watch()
+                if self._wanted is not None and not any(self._links[r].job for r in self._wanted[0] if self._links):
+                    self._begin(*self._wanted)
+                    self._wanted = None
+                self._carry_out_orders()
+                self._hand_out()
+                if self._closing is not None and self._close():
+                    break
+        self._closing.set_result(not self._forced)
+
+    def _begin(self, ranks: Sequence[int], future: Future[None]) -> None:
+        """Starts processes; runs on this thread, which outlives them: see Note [No orphans] in `rank.py`."""
+        self._starting, self._started_failing = future, None
+        for link in self._links:
+            if link.rank in ranks and not link.ended:
+                self._lose(link, "it is started anew")
+        self._leaving = [link for link in [*self._leaving, *self._links] if not link.ended]
+        kept = {link.rank: link for link in self._links if link.rank not in ranks}
+        self._rendezvous = launch.Rendezvous()
+        fresh = {rank: self._launch(rank) for rank in ranks}
+        self._links = [fresh.get(rank) or kept[rank] for rank in range(len(self._begins))]
+
+    def _launch(self, rank: int) -> Link:
+        world = len(self._begins)
+        environment = self._rendezvous.environment(rank, world)
+        if self._begins[rank].words["device"].startswith("emu"):
+            # Each process has emulated devices of its own, as many as there are ranks.
+            environment["EMU_DEVICE_COUNT"] = str(max(world, int(os.environ.get("EMU_DEVICE_COUNT", "2"))))
+        launched = launch.start(environment)
+        link = Link(rank, launched.connection, self._inbox, launched.process)
+        link.wire.send(self._begins[rank])
+        return link
+
+    # ------------------------------------------------------------------ what ranks say
+
+    def _hear(self, link: Link, message: Any) -> None:
+        link.seen_at = time.monotonic()
+        if message is None:
+            self._lose(link, link.exit_words())
+        elif link.state == GONE:
+            return  # given up already: see Note [An answer belongs to its question] in link.py
+        elif isinstance(message, Ready):
+            link.state, link.ready = READY, message
+            self._figures[link.rank] = message.figures
+        elif isinstance(message, NotStarted):
+            link.error = message.error
+            self._lose(link, f"it could not start: {message.error}")
+        elif isinstance(message, Dying):
+            self._lose(link, message.cause)
+        elif isinstance(message, Answer):
+            link.answered(message)
+        elif link.job is not None and isinstance(message, Progress) and message.request_id == link.job.id:
+            link.job.tell(**message.changes)
+        elif link.job is not None and isinstance(message, Outcome) and message.request_id == link.job.id:
+            self._over(link, link.job, message)
+
+    def _over(self, link: Link, job: Job, outcome: Outcome) -> None:
+        link.job = None
+        result, error = outcome.result, outcome.error
+        if result is not None:
+            queued = (job.started or job.created) - job.created
+            metrics = replace(result.metrics, queue_s=queued)
+            result = replace(result, metrics=metrics)
+            counts = self._counts[link.rank]
+            counts["served"] += 1
+            counts["copied"] += metrics.bytes_to_device
+            counts["steps"] += metrics.steps
+            self._typical_s = 0.7 * self._typical_s + 0.3 * metrics.total_s
+        elif error is not None and self._gathers and self._cause() and not isinstance(error, RequestCancelled):
+            error = WorkerDied(f"another rank has ended ({self._cause()}): {error}")
+        job.finish(result, error)
+
+    def _lose(self, link: Link, cause: str) -> None:
+        """A rank is gone, or has to go."""
+        if link.state == GONE:
+            return
+        job, link.job = link.job, None
+        expected = self._stops_sent
+        link.gone(None if expected else cause)
+        if not expected:
+            link.kill()
+        if job is not None:
+            if expected or self._closed:
+                job.finish(None, RequestCancelled("the engine is shutting down"))
+            else:
+                job.finish(None, WorkerDied(f"{link.name} ended while it served this request ({cause})"))
+        if self._gathers and not expected and self._starting is None:
+            # The others cannot compute without it. What they run ends by itself, in an error, or is ended.
+            for other in self._links:
+                if other.state != GONE and other.kill_at is None:
+                    other.kill_at = time.monotonic() + self._rank_timeout
+        if not self._serving() and self._starting is None:
+            self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        jobs = list(self._jobs)
+        self._jobs.clear()
+        for job in jobs:
+            job.finish(None, WorkerDied(f"no rank is left ({self._cause()})"))
+
+    # ------------------------------------------------------------------ what the front does by itself
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for link in self._links:
+            if link.job is not None and not link.told_to_cancel and (reason := _given_up(link.job)):
+                link.wire.send(Cancel(link.job.id, reason))
+                link.told_to_cancel = True
+            if link.state != GONE and now - link.seen_at > self._rank_timeout:
+                self._lose(link, f"no sign of life for {self._rank_timeout:g} s")
+            elif link.state != GONE and link.kill_at is not None and (now > link.kill_at or link.job is None):
+                self._lose(link, f"it cannot go on without another ({self._cause()})")
+        self._leaving = [link for link in self._leaving if not link.ended]
+        if self._starting is not None:
+            self._watch_start(now)
+
+    def _watch_start(self, now: float) -> None:
+        assert self._starting is not None
+        failed = [link for link in self._links if link.state == GONE]
+        coming = [link for link in self._links if link.state == STARTING]
+        if failed and self._started_failing is None:
+            self._started_failing = now
+        if failed and (not coming or now - (self._started_failing or now) > _GRACE):
+            for link in coming:
+                self._lose(link, "another rank could not start")
+            errors = [link.error for link in failed if link.error is not None]
+            # Ours say what is wrong; others may only say that a peer went away.
+            errors.sort(key=lambda e: not isinstance(e, GreenroomError | OSError))
+            future, self._starting = self._starting, None
+            future.set_exception(errors[0] if errors else WorkerDied(f"not all ranks started ({self._cause()})"))
+            if not self._serving():
+                self._fail_waiting()
+        elif not failed and not coming:
+            future, self._starting = self._starting, None
+            future.set_result(None)
+
+    def _carry_out_orders(self) -> None:
+        """Orders come before requests, and never interrupt one: see Note [First come, first served] in worker.py."""
+        if not self._orders or self._starting is not None:
+            return
+        order = self._orders[0]
+        if order.asked is None:
+            if any(link.job is not None for link in self._links):
+                return
+            order.asked = {link.rank: link.ask(order.what, order.words) for link in self._serving()}
+        if not all(future.done() for future in order.asked.values()):
+            return
+        self._orders.popleft()
+        errors = [e for future in order.asked.values() if (e := future.exception()) is not None]
+        if errors or not order.asked:
+            order.future.set_exception(errors[0] if errors else WorkerDied(f"no rank is left ({self._cause()})"))
+        else:
+            order.future.set_result([future.result() for future in order.asked.values()])
+
+    def _hand_out(self) -> None:
+        for job in [j for j in self._jobs if _given_up(j)]:
+            self._jobs.remove(job)
+            _finish_given_up(job)
+        if self._asleep or self._orders or self._wanted is not None or self._stops_sent:
+            return
+        for link in self._serving():
+            if not self._jobs:
+                return
+            if link.state == READY and link.job is None:
+                job = self._jobs.popleft()
+                link.job, link.told_to_cancel = job, False
+                job.started = time.monotonic()
+                job.tell(state=RUNNING, phase=QUEUED)
+                # The limit counts from the job's arrival here, so this side keeps it.
+                link.wire.send(Submit(replace(job.request, timeout_s=None)))
+
+    def _close(self) -> bool:
+        """Goes on with the shutdown; True when it is done."""
+        now = time.monotonic()
+        late = self._close_at is not None and now >= self._close_at
+        busy = bool(self._jobs) or any(link.job is not None for link in self._links)
+        if not self._stops_sent and (self._cancel_on_close or late or not busy):
+            self._stop_all(now)
+        if self._stops_sent and self._close_at is not None and now > self._close_at + _LEAVING:
+            for link in [*self._links, *self._leaving]:
+                if not link.ended and not link.killed:
+                    self._forced = True
+                    link.kill()
+        return self._stops_sent and all(link.ended for link in [*self._links, *self._leaving])
+
+    def _stop_all(self, now: float) -> None:
+        self._stops_sent = True
+        if self._wanted is not None:
+            self._starting, self._wanted = self._wanted[1], None
+        if self._starting is not None:
+            future, self._starting = self._starting, None
+            future.set_exception(WorkerDied("the engine was shut down"))
+        while self._jobs:
+            job = self._jobs.popleft()
+            job.cancel("the engine is shutting down")
+            _finish_given_up(job)
+        while self._orders:
+            self._orders.popleft().future.set_exception(WorkerDied("the engine was shut down"))
+        left = None if self._close_at is None else max(0.0, self._close_at - now)
+        for link in self._links:
+            if link.state == READY:
+                link.wire.send(Stop(left, cancel=True))
+            elif link.state == STARTING:
+                link.kill()
+
+
+def _configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
+    """What the words of `Omni` say about offloading, checked; None where they say nothing."""
+    legacy = {k: v for k, v in words.items() if k.startswith(("enable_", "dlo_"))}
+    config = parse_config(words.get("diffusion_offload_config"), memory=words.get("memory_budget"), **legacy)
+    named = words.get("diffusion_offload_config") is not None or words.get("memory_budget") is not None
+    return config if named or any(v for k, v in legacy.items() if k.startswith("enable_")) else None
+
+
+def _given_up(job: Job) -> str | None:
+    try:
+        job.check()
+    except RequestCancelled as error:
+        return error.reason
+    return None
+
+
+def _finish_given_up(job: Job) -> None:
+    try:
+        job.check()
+    except RequestCancelled as error:
+        job.finish(None, error)
+
+
+__all__ = ["OmniRanks"]

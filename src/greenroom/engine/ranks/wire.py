@@ -1,0 +1,162 @@
+"""Messages between the front and a rank, and the thread that sends them.
+
+Note [Nobody waits for a rank that does not read]
+    A stopped process leaves its pipe full. Messages are therefore sent by a thread of their own, and whoever has
+    something to say only puts it into a queue. Values are pickled as bytes; torch's own way of passing tensors
+    between processes would leave files in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from greenroom.engine.facts import ModelFacts
+from greenroom.engine.figures import Figures
+from greenroom.engine.job import OmniResult, Request
+from greenroom.loading import LoadReport
+
+# ---------------------------------------------------------------------- from the front
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The first message: what to load, and with which words. `words` are those of `Omni`."""
+
+    model: Any
+    words: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Submit:
+    request: Request
+
+
+@dataclass(frozen=True)
+class Cancel:
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Has a method of the engine called; the answer carries the same number."""
+
+    number: int
+    what: str
+    words: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ends the rank; the times are those of `Omni.shutdown`."""
+
+    timeout_s: float | None
+    cancel: bool
+
+
+# ---------------------------------------------------------------------- from a rank
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded and in place."""
+
+    model: str
+    facts: ModelFacts
+    inputs: frozenset[str]
+    device: str
+    load_report: LoadReport | None
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Progress:
+    request_id: str
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    request_id: str
+    result: OmniResult | None
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
+    value: Any
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life, told once a second whatever the rank does."""
+
+
+@dataclass(frozen=True)
+class Dying:
+    """The worker of the rank has ended; its process follows."""
+
+    cause: str
+
+
+class Wire:
+    """One end of a connection. `send` returns at once; `receive` waits."""
+
+    def __init__(self, connection: Connection, name: str) -> None:
+        self._connection = connection
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name=f"{name}-sender", daemon=True)
+        self._sender.start()
+
+    def send(self, message: Any) -> None:
+        """Queues a message. One that cannot be delivered is dropped: whoever reads learns that the peer is gone."""
+        self._out.put(pickle.dumps(message, protocol=5))
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: the peer is gone.
+        """
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except OSError as error:
+            raise EOFError(str(error)) from None
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until what was queued is on its way; nothing can be sent afterwards."""
+        self._out.put(None)
+        self._sender.join(timeout_s)
+
+    def close(self) -> None:
+        self._out.put(None)
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (data := self._out.get()) is not None:
+                self._connection.send_bytes(data)
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error where it survives being pickled, else one that says the same."""
+    with contextlib.suppress(Exception):
+        copy = pickle.loads(pickle.dumps(error, protocol=5))
+        if type(copy) is type(error) and str(copy) == str(error):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
