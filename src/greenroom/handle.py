@@ -21,6 +21,7 @@ from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.calls import unwatch
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime, reference_to
+from greenroom.strategies.sleep import fall_asleep, wake_up
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Report:
         peak: device bytes at the highest peak that was measured.
         out_of_memory: how often a component ran out of memory and was run again with less on the device.
         steps: for each DiT whose forward was timed, what was predicted and measured.
+        asleep: whether the offload sleeps; what is said of the device then holds again after `wake`.
     """
 
     strategy: str
@@ -112,6 +114,7 @@ class Report:
     peak: int = 0
     out_of_memory: int = 0
     steps: tuple[StepReport, ...] = ()
+    asleep: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain JSON types."""
@@ -131,6 +134,8 @@ class Report:
                 + (f", {format_bytes(c.pageable)} pageable" if c.pageable else "")
                 + (f"; {c.note}" if c.note else "")
             )
+        if self.asleep:
+            lines.append("  asleep: nothing of it is on the device until wake()")
         if self.budget is not None:
             predicted = "not yet known" if self.predicted_peak is None else format_bytes(self.predicted_peak)
             lines.append(
@@ -195,7 +200,7 @@ class Handle:
 
         Raises:
             ConfigError: not an amount, or nothing fits into it; the old budget stays.
-            OffloadError: the offload has no budget, or a call is running.
+            OffloadError: the offload has no budget, it sleeps, or a call is running.
         """
         runtime = self._enabled_runtime()
         budget = None if memory is None else Memory.parse(memory, "memory")
@@ -204,10 +209,37 @@ class Handle:
             raise OffloadError(
                 "set_memory: this offload was enabled without a budget; call greenroom.offload(pipe, memory=...)"
             )
+        runtime.require_awake()
         with runtime.occupancy.lock:
             if runtime.occupancy.busy():
                 raise OffloadError("set_memory() was called from inside a component; call it between two calls")
             keeper.set_budget(runtime, budget)
+
+    def sleep(self) -> None:
+        """Frees the device memory of the offload for others; weights stay where they are anyway, on the host.
+
+        Until `wake`, a call of the pipeline raises OffloadError: what was freed may be somebody else's by then. What
+        was edited on the device is kept. Harmless when it sleeps already.
+
+        Raises:
+            OffloadError: a call of the pipeline is running, or the offload was disabled.
+        """
+        runtime = self._enabled_runtime()
+        with runtime.occupancy.lock:
+            if runtime.occupancy.busy():
+                raise OffloadError("sleep() was called from inside a component; call it between two calls")
+            fall_asleep(runtime)
+
+    def wake(self) -> None:
+        """Brings back what `sleep` freed; results are the same to the bit. Harmless when it is awake.
+
+        Raises:
+            torch.OutOfMemoryError: others have taken the memory; the offload sleeps on.
+            OffloadError: the offload was disabled.
+        """
+        runtime = self._enabled_runtime()
+        with runtime.occupancy.lock:
+            wake_up(runtime)
 
     def disable(self) -> None:
         """Undoes the offload: hooks, placement and memory are as they were before. Harmless when done already.
@@ -277,9 +309,10 @@ class Handle:
         What is changed in place is written back to the host when the block ends.
 
         Raises:
-            OffloadError: `module` is no part of what is offloaded.
+            OffloadError: `module` is no part of what is offloaded, or the offload sleeps.
         """
         runtime = self._enabled_runtime()
+        runtime.require_awake()
         if not runtime.holds(module):
             raise OffloadError(f"materialized: {type(module).__name__} is no part of what this handle offloads")
         with runtime.occupancy.lock, runtime.materialized(module):
@@ -289,12 +322,13 @@ class Handle:
         """Looks at the pipeline again after its modules were edited: adapters loaded, layers or weights replaced.
 
         Raises:
-            OffloadError: the pipeline is gone, or a call is running.
+            OffloadError: the pipeline is gone, the offload sleeps, or a call is running.
         """
         pipeline = self._pipeline()
         runtime = self._enabled_runtime()
         if pipeline is None:
             raise OffloadError("the pipeline of this offload is gone")
+        runtime.require_awake()
         self._runtime = self._renew(pipeline, runtime)._runtime
 
     def __repr__(self) -> str:
@@ -320,7 +354,8 @@ def _unmovable(tensors: list[torch.Tensor]) -> str:
 
 def report_of(runtime: Runtime) -> Report:
     components = []
-    always = runtime.stream.arena_bytes + runtime.shared_bytes
+    arena = runtime.layout.arena_bytes if runtime.asleep else runtime.stream.arena_bytes
+    always = arena + runtime.shared_bytes
     phases: dict[str, int] = {}
     for part in runtime.parts:
         blocks = [b for b in part.blocks if b.unit.tensors]
@@ -353,12 +388,13 @@ def report_of(runtime: Runtime) -> Report:
         strategy=runtime.strategy.value,
         device=str(runtime.accelerator.device),
         components=tuple(components),
-        arena=runtime.stream.arena_bytes,
+        arena=arena,
         pinned=runtime.pinned_bytes,
         pageable=runtime.unpinned_bytes,
         device_weights=always + max(phases.values(), default=0) + companions,
         copied=runtime.copier.copied_bytes,
         misses=sum(stream.misses for stream in runtime.streams),
+        asleep=runtime.asleep,
         **_kept(runtime),
     )
 
