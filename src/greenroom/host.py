@@ -161,6 +161,10 @@ class HostUnit:
         """Counts the layouts that the slab has had: views made for an earlier one no longer fit."""
         self.master: torch.Tensor | None = None
         self.pinned = False
+        self.shared: torch.Tensor | None = None
+        self.diverged = False
+        """Whether the master was edited, so that it holds other values than `shared`."""
+        self._taken: list[int] = []
         self._origin: list[torch.device] = []
         self._lay_out(alias_groups(tensors))
         self._master_views: list[torch.Tensor] = []
@@ -209,16 +213,46 @@ class HostUnit:
         Raises:
             RuntimeError: `allocate` failed; nothing was changed.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             slab = allocate(self.nbytes)
-            views = self.views(slab)
+        self.fill(slab, 0, self.nbytes)
+        self.take(slab, pinned=pinned)
+
+    def fill(self, slab: torch.Tensor, start: int, stop: int) -> None:
+        """Copies the values into the bytes `start` to `stop` of `slab`; of the tensors only what goes there is read."""
+        with torch.inference_mode(False), torch.no_grad():
             for offset, span, members in self._groups:
-                slab[offset : offset + span].copy_(bytes_of([self.tensors[i] for i in members]))
+                low, high = max(start, offset), min(stop, offset + span)
+                if low < high:
+                    values = bytes_of([self.tensors[i] for i in members])
+                    slab[low:high].copy_(values[low - offset : high - offset])
+
+    def take(self, slab: torch.Tensor, *, pinned: bool, shared: torch.Tensor | None = None) -> None:
+        """Points the tensors at `slab`, which holds their values (see `fill`).
+
+        Args:
+            shared: other memory with the same values, which copies to the device read instead; see `source`.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            views = self.views(slab)
             self._origin = [t.device for t in self.tensors]
             self.master, self.pinned = slab, pinned
+            self.shared, self.diverged = shared, False
             self._set_master_views(views)
             for tensor, view in zip(self.tensors, views, strict=True):
                 tensor.data = view
+        self._taken = self.versions()
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The bytes that copies to the device read: the master, or memory with the same values that others share."""
+        assert self.master is not None
+        return self.master if self.shared is None or self.diverged else self.shared
+
+    def look(self) -> None:
+        """Notices edits in place, which are in the master and not in what is shared, by the version counters."""
+        if self.shared is not None and not self.diverged and not self.bound and self.versions() != self._taken:
+            self.diverged = True
 
     def retake(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets go of the tensors it has, which get memory of their own, and stands for `tensors` instead.
@@ -350,10 +384,12 @@ class HostUnit:
                 if span and [t.data_ptr() for t in group] == [self._bound_at[i] for i in members]:
                     value = bytes_of(group).cpu()
                     if not torch.equal(value, self.master[offset : offset + span]):
+                        self.diverged = True
                         self.master[offset : offset + span].copy_(value)
 
     def _write_back(self, tensor: torch.Tensor) -> None:
         i = next(k for k, t in enumerate(self.tensors) if t is tensor)
+        self.diverged = True
         with torch.inference_mode(False), torch.no_grad():
             value = tensor.detach()
             if _same_layout(value, self._places[i]):
@@ -395,7 +431,7 @@ class HostUnit:
             view.copy_(stand_in)
         self.tensors = [by_stand_in[id(s)] for s in order]
         self._origin = [origin[id(t)] for t in self.tensors]
-        self.master = slab
+        self.master, self.shared = slab, None
         self.layout += 1
         self._set_master_views(views)
 
