@@ -18,7 +18,7 @@ from greenroom.discovery import DIT
 from greenroom.errors import OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
-from greenroom.strategies.calls import unwatch
+from greenroom.strategies.calls import running, unwatch
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime, reference_to
 from greenroom.strategies.sleep import fall_asleep, wake_up
@@ -253,6 +253,13 @@ class Handle:
         with runtime.occupancy.lock:
             if runtime.occupancy.busy():
                 raise OffloadError("disable() was called from inside a component; call it between two calls")
+            caller = running(p for reference in runtime.pipelines if (p := reference()) is not None)
+            if caller is not None:
+                # The rest of the call would find its inputs on the device and the weights elsewhere.
+                raise OffloadError(
+                    f"disable() was called while a call of {type(caller).__name__} is running; call it when that has "
+                    "returned"
+                )
             release(self._pipeline(), runtime)
 
     def record(self) -> None:

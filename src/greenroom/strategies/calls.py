@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, MethodType
 from typing import Any, Protocol
 
@@ -73,6 +75,26 @@ def asking_pipeline(frame: FrameType | None) -> Any:
     if frame is None or frame.f_code.co_name != "_execution_device":
         return None
     return frame.f_locals.get("self")
+
+
+def running(pipelines: Iterable[Any]) -> Any:
+    """One of `pipelines` whose call has begun and not returned, on any thread: it is asked from a step callback, or
+    while another thread draws. None if there is none."""
+    codes = {}
+    for pipeline in pipelines:
+        call = getattr(inspect.unwrap(getattr(type(pipeline), "__call__", None) or _no_call), "__code__", None)
+        codes[id(pipeline)] = (pipeline, call)
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            for pipeline, code in codes.values():
+                if frame.f_code is code and frame.f_locals.get(code.co_varnames[0]) is pipeline:
+                    return pipeline
+            frame = frame.f_back
+    return None
+
+
+def _no_call() -> None: ...
 
 
 def refuse_strangers(pipeline: Any, known: set[int], device: torch.device) -> None:

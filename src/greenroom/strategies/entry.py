@@ -32,6 +32,7 @@ from greenroom.errors import OffloadError
 from greenroom.host import module_tensors
 from greenroom.strategies.brackets import Bracket
 from greenroom.strategies.calls import asking_pipeline
+from greenroom.strategies.copies import copy_component
 
 # Methods that compute. Setters and switches (enable_tiling, set_attn_processor) are none of our business.
 _COMPUTES = re.compile(
@@ -162,6 +163,8 @@ class Door:
         if other is not None:
             self._put(module, "enable_group_offload", other, self._refuse_group_offload)
         self._put(module, "compile", type(module).compile, self._compile)
+        if not hasattr(module, "__deepcopy__"):
+            self._put(module, "__deepcopy__", _copied, self._copy)
         if self.on_out_of_memory is not None and not self._forward.compiled:
             self._retry_forward(module)
         if children:
@@ -295,6 +298,19 @@ class Door:
     def _refuse_group_offload(self, this: nn.Module, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         raise OffloadError(f"{name}: the module is offloaded already, and one strategy owns it; call handle.disable()")
 
+    def _copy(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Instead of `copy.deepcopy`: a plain module, all of it on the host."""
+        state = {k: v for k, v in this.__dict__.items() if self._methods.get(k) != id(v)}
+        if "forward" in self._methods and self._under_forward is not None:
+            state["forward"] = self._under_forward
+        hook = state.pop("_hf_hook", None)
+        if not isinstance(hook, ExecutionHook):
+            state["_hf_hook"] = hook
+        elif self._had_hook:
+            state["_hf_hook"] = self._old_hook
+        with self.occupancy.lock:
+            return copy_component(this, state, *args)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Door:
         return _OpenDoor()
 
@@ -335,6 +351,11 @@ class Door:
                 traceback.clear_frames(error.__traceback__)
                 failure = error.with_traceback(None)
             self.on_out_of_memory(failure)
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Stands for the way in which Python copies an object that does not say how."""
+    raise AssertionError("the door copies by itself")
 
 
 def _only_completes(caller: str) -> bool:
