@@ -15,7 +15,7 @@ import torch
 from greenroom.accelerator import Accelerator
 from greenroom.api import offload
 from greenroom.config import OffloadConfig, parse_config
-from greenroom.engine.errors import RequestRefused, WorkerDied
+from greenroom.engine.errors import DoesNotFit, RequestRefused, WorkerDied
 from greenroom.engine.facts import ModelFacts, facts_of
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
@@ -226,7 +226,7 @@ class Omni:
         return self._runner.siblings.can(name)
 
     def report(self) -> Report | None:
-        """What the offload keeps where; None where nothing is offloaded or the engine sleeps."""
+        """What the offload keeps where; None where nothing is offloaded."""
         handle = self._handle
         return handle.report() if handle is not None and handle.enabled else None
 
@@ -292,12 +292,17 @@ class Omni:
     def sleep(self) -> None:
         """Frees the device after the running request; the weights keep their values on the host.
 
-        Requests that come meanwhile wait for `wake`.
+        Requests that come meanwhile wait for `wake`. Of an offloaded pipeline nothing is copied for that; one that
+        lies on the device as it is goes back to the host.
         """
         self._worker.order(self._fall_asleep).result()
 
     def wake(self) -> None:
-        """Brings back what `sleep` freed; the next request gives the same bits as before."""
+        """Brings back what `sleep` freed; the next request gives the same bits as before.
+
+        Raises:
+            DoesNotFit: others have taken the memory; the engine sleeps on.
+        """
         self._worker.order(self._wake_up).result()
 
     def restart(self) -> None:
@@ -396,7 +401,7 @@ class Omni:
     def _fall_asleep(self) -> None:
         if self._asleep:
             return
-        if self._handle is not None and hasattr(self._handle, "sleep"):
+        if self._handle is not None:
             self._handle.sleep()
         else:
             self._unplace()
@@ -406,10 +411,15 @@ class Omni:
     def _wake_up(self) -> None:
         if not self._asleep:
             return
-        if self._handle is not None and hasattr(self._handle, "wake"):
-            self._handle.wake()
-        else:
-            self._place(self._config)
+        try:
+            if self._handle is not None:
+                self._handle.wake()
+            else:
+                self._place(self._config)
+        except torch.OutOfMemoryError as error:
+            if self._handle is None:
+                self.pipeline.to("cpu")
+            raise DoesNotFit(f"the device has too little memory to wake up ({error}); the engine sleeps on") from None
         self._asleep = self._worker.paused = False
 
 

@@ -45,6 +45,7 @@ def create_app(omni: Engine, settings: ServerSettings | None = None) -> FastAPI:
         finally:
             tidying.cancel()
             await asyncio.to_thread(omni.shutdown, settings.shutdown_timeout)
+            context.operators.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(store.close)
 
     app = FastAPI(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from starlette.datastructures import UploadFile
@@ -21,6 +22,7 @@ from greenroom.serving.metrics import Metrics
 from greenroom.serving.schemas import Generation
 from greenroom.serving.settings import ServerSettings
 
+T = TypeVar("T")
 # Seconds between two looks whether the client is still there, and between two signs of life on a stream.
 _LOOK = 0.1
 _ALIVE = 10.0
@@ -33,6 +35,7 @@ class Context:
     omni: Engine
     settings: ServerSettings
     metrics: Metrics
+    operators: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "greenroom-operator"))
 
     @property
     def model_name(self) -> str:
@@ -59,7 +62,7 @@ class Context:
             request = Request({"prompt": words.prompt, **inputs}, params, timeout_s=self.settings.request_timeout)
             return self.omni.submit(request)
         except Exception as error:
-            self.metrics.requests.labels(kind, _outcome(error)).inc()
+            self.failed(kind, error)
             raise
 
     async def result(self, kind: str, job: Job, http: HttpRequest) -> OmniResult:
@@ -77,8 +80,20 @@ class Context:
             return future.result()
         except BaseException as error:
             self.give_up(job)
-            self.metrics.requests.labels(kind, _outcome(error)).inc()
+            self.failed(kind, error)
             raise
+
+    def failed(self, kind: str, error: BaseException) -> None:
+        """Counts a request that gave no result."""
+        self.metrics.requests.labels(kind, _outcome(error)).inc()
+
+    async def operate(self, what: Callable[..., T], *args: Any) -> T:
+        """Carries out what an operator asks for, which may have to wait for the running request.
+
+        One after another on a thread of their own: on those that encode pictures, a few of them would keep everyone
+        waiting.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self.operators, what, *args)
 
     def give_up(self, job: Job) -> None:
         """Cancels a request whose client is gone; harmless for one that is over."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
-from greenroom.engine import Job, OmniResult
+from greenroom.engine import Job, OmniResult, RequestCancelled
 from greenroom.engine.media import as_picture, read_image, write_image
 from greenroom.serving.context import Context, changes, event, read_fields
 from greenroom.serving.errors import ApiError, as_api_error
@@ -74,32 +75,53 @@ async def _answer(
     if words.stream:
         return StreamingResponse(_stream(context, kind, words, job), media_type="text/event-stream")
     result = await context.result(kind, job, http)
-    body = await asyncio.to_thread(_body, context, kind, words, result)
-    return JSONResponse(body)
+    body, pictures = await asyncio.to_thread(_body, context, kind, words, result)
+    pieces = [*_in_pieces(body, pictures)]
+    length = {"Content-Length": str(sum(map(len, pieces)))}
+    return StreamingResponse(_sent(pieces), media_type="application/json", headers=length)
 
 
 def _takes(context: Context, inputs: dict[str, Any]) -> bool:
     return all(context.omni.can_take(name) for name in inputs)
 
 
-def _body(context: Context, kind: str, words: ImageGeneration, result: OmniResult) -> dict[str, Any]:
+def _in_pieces(body: dict[str, Any], pictures: list[bytes]) -> Iterator[bytes]:
+    """The answer as JSON. A whole one may have a hundred megabytes, for which `json` would hold the interpreter."""
+    yield json.dumps(body)[:-1].encode() + b', "data": ['
+    for i, picture in enumerate(pictures):
+        yield b', {"b64_json": "' if i else b'{"b64_json": "'
+        yield picture
+        yield b'"}'
+    yield b"]}"
+
+
+async def _sent(pieces: list[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+def _body(
+    context: Context, kind: str, words: ImageGeneration, result: OmniResult
+) -> tuple[dict[str, Any], list[bytes]]:
+    """What is said of the pictures, and their files as base64 text."""
     pictures = [as_picture(p) for p in (result.images if len(result.images) else [v[0] for v in result.videos])]
     quality = 95 if words.output_compression is None else words.output_compression
     files = [write_image(p, words.output_format, quality) for p in pictures]
     context.metrics.finished(kind, result.metrics, sum(p.width * p.height * 3 for p in pictures))
-    return {
+    body = {
         "created": int(time.time()),
-        "data": [{"b64_json": base64.b64encode(f).decode()} for f in files],
         "output_format": words.output_format,
         "size": f"{pictures[0].width}x{pictures[0].height}",
         "request_id": result.request_id,
         "seed": result.seed,
         "metrics": vars(result.metrics),
     }
+    return body, [base64.b64encode(f) for f in files]
 
 
 async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job) -> AsyncIterator[bytes]:
     name = "image_edit" if kind == "edit" else "image_generation"
+    told = False
     try:
         async for changed in changes(job):
             if not changed:
@@ -115,18 +137,22 @@ async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job)
                     "progress": job.progress,
                 },
             )
+        told = True
         try:
             result = job.future.result()
         except Exception as error:
-            context.metrics.requests.labels(kind, "failed").inc()
+            context.failed(kind, error)
             yield event("error", as_api_error(error).body)
             return
-        body = await asyncio.to_thread(_body, context, kind, words, result)
-        for data in body.pop("data"):
-            yield event(f"{name}.completed", {**body, **data, "created_at": body["created"]})
+        body, pictures = await asyncio.to_thread(_body, context, kind, words, result)
+        for picture in pictures:
+            data = {**body, "b64_json": picture.decode(), "created_at": body["created"]}
+            yield await asyncio.to_thread(event, f"{name}.completed", data)
     finally:
         # Also reached when the client goes away in the middle.
         context.give_up(job)
+        if not told:
+            context.failed(kind, RequestCancelled("the client went away"))
 
 
 def _form(kind: Any, files: dict[str, bool]) -> dict[str, Any]:

@@ -1,7 +1,16 @@
-"""Running the app: one process, one event loop, one worker."""
+"""Running the app: one process, one event loop, one worker.
+
+Note [Nobody holds the interpreter for long]
+    The event loop and the worker share an interpreter, and /health is answered as soon as the loop gets it. Kernels
+    and codecs let go of it; three things would not. A thread that computes in Python keeps it for a switch interval,
+    and the loop needs it several times for one answer: the interval is made short. A full garbage collection walks
+    every object there is, for half a second with the libraries of a pipeline loaded: what is there at the start is
+    taken out of its sight. Large answers are put into words in pieces, on another thread (`images.py`).
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -13,8 +22,7 @@ from greenroom.engine import Engine
 from greenroom.serving.app import create_app
 from greenroom.serving.settings import ServerSettings
 
-# Seconds after which a thread that computes lets another have the interpreter. The event loop needs it several times
-# for one answer; at CPython's own 5 ms those waits would add up to what a health check must not take.
+# Seconds; CPython's own is 5 ms.
 _SWITCH_INTERVAL = 0.0005
 
 
@@ -26,7 +34,7 @@ def run(
     Raises:
         OSError: the address is in use.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    yield_often()
     server = make_server(omni, settings, host=host, port=port, log_level=log_level)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,6 +48,13 @@ def run(
             logging.getLogger("greenroom.serving").warning("the running step did not end in time; leaving without it")
             logging.shutdown()
             os._exit(1)
+
+
+def yield_often() -> None:
+    """Sets this process up so that no thread keeps the interpreter for long; call it when everything is loaded."""
+    sys.setswitchinterval(_SWITCH_INTERVAL)
+    gc.collect()
+    gc.freeze()
 
 
 def make_server(

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from greenroom.engine.errors import DoesNotFit
 from greenroom.errors import GreenroomError
 from greenroom.serving.context import Context
 from greenroom.serving.errors import ApiError
@@ -55,7 +56,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/offload", tags=["operating"], summary="What lies where.")
     async def offload() -> dict[str, Any]:
-        figures = await asyncio.to_thread(omni.figures)
+        figures = await context.operate(omni.figures)
         report = next((f.report for f in figures if f.report is not None), None)
         ranks = [
             {"rank": f.rank, "device": f.device, "alive": f.alive, "report": f.report.to_dict() if f.report else None}
@@ -80,8 +81,8 @@ def router(context: Context) -> APIRouter:
         if rank >= max(1, len(omni.status.ranks)):
             raise ApiError(404, f"there is no rank {rank}", param="rank", code="not_found")
         where = {"rank": rank} if omni.status.ranks else {}
-        snapshot = await asyncio.to_thread(omni.live, since, **where)
-        report = await asyncio.to_thread(omni.report)
+        snapshot = await context.operate(omni.live, since, **where)
+        report = await context.operate(omni.report)
         snapshot["budget"] = report.budget if report is not None else None
         status = omni.status
         snapshot["waiting"], snapshot["running"] = status.waiting, status.running
@@ -90,7 +91,7 @@ def router(context: Context) -> APIRouter:
     @routes.post("/v1/offload/memory", tags=["operating"], summary="Change the memory budget between two requests.")
     async def memory(change: MemoryChange) -> dict[str, Any]:
         try:
-            report = await asyncio.to_thread(omni.set_memory, change.memory_budget)
+            report = await context.operate(omni.set_memory, change.memory_budget)
         except GreenroomError:
             raise
         except ValueError as error:  # a budget that is too small says what would do
@@ -99,17 +100,23 @@ def router(context: Context) -> APIRouter:
 
     @routes.post("/v1/sleep", tags=["operating"], summary="Free the device after the running request.")
     async def sleep() -> dict[str, Any]:
-        await asyncio.to_thread(omni.sleep)
+        await context.operate(omni.sleep)
         return {"status": "asleep"}
 
     @routes.post("/v1/wake", tags=["operating"], summary="Take the device again.")
     async def wake() -> dict[str, Any]:
-        await asyncio.to_thread(omni.wake)
+        try:
+            await context.operate(omni.wake)
+        except DoesNotFit as error:
+            raise ApiError(503, str(error), code="does_not_fit") from None
         return {"status": "ok"}
 
     @routes.post("/v1/restart", tags=["operating"], summary="Start a new worker in place of a dead one.")
     async def restart() -> dict[str, Any]:
-        await asyncio.to_thread(omni.restart)
+        try:
+            await context.operate(omni.restart)
+        except Exception as error:  # whatever a device or a driver says; the engine is as dead as before
+            raise ApiError(503, f"no new worker could be started: {error}", code="worker_dead") from None
         return {"status": "ok" if omni.status.alive else "dead"}
 
     return routes
