@@ -180,7 +180,7 @@ class HostUnit:
         groups = sorted(groups, key=lambda g: (-g[0].element_size(), str(g[0].dtype)))
         self.tensors: list[torch.Tensor] = []
         self._places: list[_Place] = []
-        self._groups: list[tuple[int, int, range]] = []  # offset, span, indices of the members
+        self._groups: list[tuple[int, int, list[int]]] = []  # offset, span, indices of the members
         offset = 0
         self.weight_bytes = 0
         for group in groups:
@@ -199,7 +199,7 @@ class HostUnit:
                         tuple(tensor.stride()),
                     )
                 )
-            self._groups.append((offset, span, range(first, len(self.tensors))))
+            self._groups.append((offset, span, list(range(first, len(self.tensors)))))
             self.weight_bytes += span
             offset += -(-span // ALIGNMENT) * ALIGNMENT
         self.nbytes = -(-offset // GRANULARITY) * GRANULARITY
@@ -290,20 +290,42 @@ class HostUnit:
         self.master = None
         self._set_master_views([])
 
-    def follow(self, tensors: Iterable[torch.Tensor], slab: torch.Tensor) -> None:
-        """Points tensors that lie in `slab`, a stand-in for the master, at the same bytes of the master."""
-        assert self.master is not None
+    def take_along(self, tensors: Iterable[torch.Tensor], slab: torch.Tensor) -> list[torch.Tensor]:
+        """From now on the unit, released now, also stands for `tensors`: views of its tensors, as they lie in `slab`.
+
+        Args:
+            slab: what stood in for the master when the views were made.
+
+        Returns:
+            Those that were taken; one that reaches beyond the tensors of the unit is left alone.
+        """
+        assert self.master is not None and not self.bound
+        taken = []
         for tensor in tensors:
+            start, stop = extent(tensor)
+            at = tensor.data_ptr() - slab.data_ptr()
+            place = _Place(at, stop - start, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
+            groups = (
+                members for offset, span, members in self._groups if offset <= at and at + place.span <= offset + span
+            )
+            members = next(groups, None)
+            if not members:
+                continue
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                start, stop = extent(tensor)
-                place = _Place(
-                    tensor.data_ptr() - slab.data_ptr(),
-                    stop - start,
-                    tensor.dtype,
-                    tuple(tensor.size()),
-                    tuple(tensor.stride()),
-                )
-                tensor.data = place.view(_in_this_mode(self.master))
+                view = place.view(_in_this_mode(self.master))
+                tensor.data = view
+            members.append(len(self.tensors))
+            self.tensors.append(tensor)
+            self._places.append(place)
+            self._origin.append(self._origin[members[0]])
+            self._master_views.append(view)
+            self._master_at.append(view.data_ptr())
+            self._taken.append(0 if tensor.is_inference() else tensor._version)
+            taken.append(tensor)
+        if taken:
+            self.layout += 1
+            self.versioned = not any(t.is_inference() for t in self.tensors)
+        return taken
 
     # ------------------------------------------------------------------ binding
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import inspect
 import pickle
+import threading
 import weakref
 from types import ModuleType
 from typing import Any
@@ -289,3 +291,141 @@ def test_replaced_layers_are_found_by_rescan(emu: ModuleType, config: dict[str, 
     handle.rescan()
     assert torch.equal(offloaded("emu"), plain())
     assert handle.enabled
+
+
+def test_disabling_in_the_middle_of_a_call_is_refused(emu: ModuleType, config: dict[str, Any]) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, config, device="emu")
+    refused: list[int] = []
+
+    def between(step: int, x: torch.Tensor) -> None:
+        with pytest.raises(greenroom.OffloadError, match="while a call of Pipeline is running"):
+            handle.disable()
+        thread = threading.Thread(target=elsewhere, args=(step,))
+        thread.start()
+        thread.join()
+
+    def elsewhere(step: int) -> None:
+        with pytest.raises(greenroom.OffloadError, match="while a call of Pipeline is running"):
+            handle.disable()
+        refused.append(step)
+
+    pipe.between = between
+    assert torch.equal(pipe("emu"), expected)
+    assert refused == [0, 1, 2, 3]
+    pipe.between = None
+    assert torch.equal(pipe("emu"), expected)
+    handle.disable()
+    assert torch.equal(pipe(), expected)
+
+
+def test_disabling_after_a_call_that_failed(emu: ModuleType, config: dict[str, Any]) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, config, device="emu")
+
+    def between(step: int, x: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    pipe.between = between
+    with pytest.raises(ZeroDivisionError):
+        pipe("emu")
+    handle.disable()
+    pipe.between = None
+    assert torch.equal(pipe(), expected)
+
+
+def test_another_strategy_in_the_middle_of_a_call(emu: ModuleType) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    configs = [*toys.EVERY.values()]
+    greenroom.offload(pipe, configs[0], device="emu")
+    pipe.between = lambda step, x: greenroom.offload(pipe, configs[1 + step], device="emu")
+    assert torch.equal(pipe("emu"), expected)
+    pipe.between = None
+    assert torch.equal(pipe("emu"), expected)
+
+
+def test_a_deep_copy_is_whole_and_plain(emu: ModuleType, config: dict[str, Any]) -> None:
+    """Of the pipeline between two calls, and of a component in the middle of one."""
+    pipe = toys.Pipeline()
+    make_odd(pipe)
+    expected, before = pipe(), snapshot(pipe)
+    handle = greenroom.offload(pipe, config, device="emu")
+    pipe("emu")
+    inside: list[Any] = []
+    pipe.between = lambda step, x: inside.append(copy.deepcopy(pipe.transformer if step < 2 else pipe.transformer_2))
+    pipe("emu")
+    pipe.between = None
+    copied = handle.report().copied
+    twin = copy.deepcopy(pipe)
+    other = toys.Pipeline()
+    other.transformer, other.transformer_2 = inside[1], inside[2]
+    assert torch.equal(twin(), expected)
+    assert torch.equal(other(), expected)
+    for each in (twin.transformer, *inside):
+        assert {t.device.type for t in (*each.parameters(), *each.buffers())} == {"cpu"}
+        assert all(not m._forward_hooks and not m._forward_pre_hooks for m in each.modules())
+    assert handle.report().copied == copied  # nothing of the copy reaches the offload
+    after = snapshot(twin)
+    assert after.keys() == before.keys()
+    for name, value in before.items():  # all but the identities, and where the host memory is
+        if name in toys.tensors(pipe):
+            assert after[name][1:4] + after[name][5:] == value[1:4] + value[5:], name
+    assert twin.text_encoder.head.weight is twin.text_encoder.embed.weight
+    with torch.no_grad():
+        twin.transformer.scale.zero_()
+    assert torch.equal(pipe("emu"), expected)
+    handle.disable()
+    assert snapshot(pipe) == before
+
+
+class Keeps(toys.Block):
+    """Makes views of its weights in its first forward, and reads them in the later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views: dict[str, Any] = {}
+        self.gain: Any = None
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        if self.gain is None:
+            self.gain = self.scale_shift_table.detach()[1]
+            self.views["shift"] = [self.scale_shift_table[0].detach(), self.down.weight.detach().t()]
+        shift, weight = self.views["shift"]
+        return super().forward(x, scale=scale) * (1 + self.gain) + shift + x @ weight.t()[:, : toys.WIDTH]
+
+
+@pytest.mark.parametrize("share", [None, 0.5, 0.7, 0.9, 4.0])
+def test_a_block_that_keeps_views_of_its_weights(emu: ModuleType, config: dict[str, Any], share: float | None) -> None:
+    def build() -> toys.Pipeline:
+        pipe = toys.Pipeline()
+        torch.manual_seed(3)
+        pipe.transformer.blocks = torch.nn.ModuleList(Keeps() for _ in range(6)).eval()
+        return pipe
+
+    if share is not None and config is not toys.MODEL_LEVEL:
+        pytest.skip("a budget has no configuration")
+    plain, pipe = build(), build()
+    expected = [plain(seed=seed) for seed in range(3)]
+    if share is None:
+        handle = greenroom.offload(pipe, config, device="emu")
+    else:
+        memory = emu.memory_allocated() + int(share * sum(map(toys.nbytes, pipe.components.values())))
+        handle = greenroom.offload(pipe, memory=memory, device="emu")
+    for seed in (0, 1, 2):
+        assert torch.equal(pipe("emu", seed=seed), expected[seed])
+    emu.synchronize()
+    settled = emu.memory_allocated()
+    with handle.materialized(pipe.transformer), torch.no_grad():
+        pipe.transformer.blocks[1].scale_shift_table.mul_(0.5)
+    with torch.no_grad():
+        plain.transformer.blocks[1].scale_shift_table.mul_(0.5)
+    assert torch.equal(pipe("emu"), plain())
+    assert emu.memory_allocated() == settled  # no view keeps device memory alive
+    assert torch.equal(copy.deepcopy(pipe)(), plain())
+    handle.disable()
+    assert torch.equal(pipe(), plain())
+    assert {pipe.transformer.blocks[i].gain.device.type for i in range(6)} == {"cpu"}
+    assert emu.pinned_stats()["current"] == 0

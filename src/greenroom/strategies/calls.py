@@ -82,8 +82,8 @@ def running(pipelines: Iterable[Any]) -> Any:
     while another thread draws. None if there is none."""
     codes = {}
     for pipeline in pipelines:
-        call = getattr(inspect.unwrap(getattr(type(pipeline), "__call__", None) or _no_call), "__code__", None)
-        codes[id(pipeline)] = (pipeline, call)
+        if callable(pipeline):
+            codes[id(pipeline)] = (pipeline, getattr(inspect.unwrap(type(pipeline).__call__), "__code__", None))
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
@@ -92,9 +92,6 @@ def running(pipelines: Iterable[Any]) -> Any:
                     return pipeline
             frame = frame.f_back
     return None
-
-
-def _no_call() -> None: ...
 
 
 def refuse_strangers(pipeline: Any, known: set[int], device: torch.device) -> None:

@@ -385,14 +385,7 @@ class Runtime:
         kept = [] if module is None else views_into(module, slab)
         if part is None or not kept:
             return  # a view that somebody else holds for a moment: a graph for gradients, a traceback
-        self.accelerator.synchronize()  # the unit's master may be on its way to the device
-        for block in part.blocks:
-            if block.unit is unit and block.stay is not None:
-                block.stay.wanted = False
-                block.stay = None
-        unit.follow(kept, slab)
-        part.views += kept
-        self.adopt_again(unit, [*unit.tensors, *kept])
+        part.views += unit.take_along(kept, slab)
 
     def _stop_looking(self, part: Part) -> None:
         part.watched = True
