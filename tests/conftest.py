@@ -30,13 +30,17 @@ def emu_module() -> ModuleType:
     return torch.emu
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _device_is_left_empty() -> Iterator[None]:
-    """A test file leaves nothing on the device, so that no figure of another file depends on it.
+_files: list[str] = []
 
-    Models may be held by caches on their classes and by cycles: these are cleared first.
+
+@pytest.fixture(scope="module", autouse=True)
+def _device_is_empty_at_first(request: pytest.FixtureRequest) -> None:
+    """No test file leaves anything on the device, so that no figure depends on the files that ran before.
+
+    Models may be held by caches on their classes and by cycles: these are cleared first. Looked at when the next file
+    begins, because pytest keeps the fixtures of a test until the one after it.
     """
-    yield
+    _files.append(str(request.path))
     if "greenroom.emulator" not in sys.modules:
         return
     for found in gc.get_objects():
@@ -44,7 +48,7 @@ def _device_is_left_empty() -> Iterator[None]:
             found.cache_clear()
     gc.collect()
     left = [torch.emu.memory_allocated(index) for index in range(torch.emu.device_count())]
-    assert not any(left), f"bytes left on the devices by this file: {left}"
+    assert not any(left), f"{_files[-2]} left bytes on the devices: {left}"
 
 
 @pytest.fixture(autouse=True)
