@@ -222,8 +222,10 @@ class Omni:
 
     def can_take(self, name: str) -> bool:
         """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""
-        assert self._runner is not None
-        return self._runner.siblings.can(name)
+        runner = self._runner
+        if runner is None:
+            raise WorkerDied("the engine was shut down")
+        return runner.siblings.can(name)
 
     def report(self) -> Report | None:
         """What the offload keeps where; None where nothing is offloaded."""
@@ -329,6 +331,8 @@ class Omni:
         ended = self._worker.stop(timeout_s, cancel=cancel)
         if ended:
             self._unplace()
+            # What the pipeline made for itself, such as timesteps, is on the device still.
+            self._runner = self.pipeline = None
             self._accelerator.empty_cache()
         return ended
 

@@ -52,6 +52,10 @@ class Runner:
             return self._attempt(job, retries=0)
         except torch.OutOfMemoryError as error:
             _forget_frames(error)
+        except BaseException as error:
+            # Whoever keeps the error must not keep what the pipeline had on the device.
+            _forget_frames(error)
+            raise
         # What others left in the allocator's cache, or a moment's shortage, is no reason to fail.
         self.accelerator.empty_cache()
         try:
@@ -62,6 +66,9 @@ class Runner:
             told = str(error)
             # A budget's own refusal says what would do; a device's says only that it is full.
             raise DoesNotFit(told if "memory budget" in told else self._what_fits(job)) from None
+        except BaseException as error:
+            _forget_frames(error)
+            raise
 
     def _attempt(self, job: Job, retries: int) -> OmniResult:
         request = job.request
@@ -232,7 +239,11 @@ def _named_field(message: str, arguments: Mapping[str, Any]) -> str | None:
 
 def _forget_frames(error: BaseException) -> None:
     """Lets go of the device memory that a traceback's variables hold."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__context__
+    ahead: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while ahead:
+        found = ahead.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            ahead += (found.__context__, found.__cause__)

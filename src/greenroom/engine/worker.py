@@ -203,6 +203,8 @@ class Worker:
         if isinstance(error, _FATAL):
             # The device's context may be unusable: the next request must not find that out.
             raise WorkerDied(f"the device failed: {error}")
+        # This frame is part of the error's traceback: together they would wait for the garbage collector.
+        error = None
 
     def _die(self, error: BaseException | None) -> None:
         with self._condition:
