@@ -12,7 +12,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -111,6 +111,11 @@ class Accelerator:
     def new_event(self, *, timing: bool = False) -> Any:
         return _NoEvent() if self.is_cpu else torch.Event(device=self.device, enable_timing=timing)
 
+    def make_current(self) -> None:
+        """Makes this the device that is meant where none is named, for the calling thread."""
+        if not self.is_cpu:
+            torch.accelerator.set_device_index(self.device.index)
+
     def synchronize(self) -> None:
         if not self.is_cpu:
             torch.accelerator.synchronize(self.device)
@@ -162,6 +167,34 @@ class Accelerator:
         if self.device.type == "cuda" and torch.version.hip is None:
             return _registered(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def register(self, memory: torch.Tensor) -> Callable[[], object]:
+        """Page-locks host memory that was allocated elsewhere, such as memory that processes share.
+
+        Args:
+            memory: uint8, starting and ending at a page.
+
+        Returns:
+            What unlocks it; that happens anyway when its storage goes.
+
+        Raises:
+            RuntimeError: the system refused, or this device has no way to lock foreign memory.
+        """
+        address, nbytes = memory.data_ptr(), memory.nbytes
+        if self.device.type == "cuda" and torch.version.hip is None:
+            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+            if int(code) != 0:
+                raise RuntimeError(f"cudaHostRegister refused {nbytes} bytes (error {int(code)})")
+            unlock: Callable[[int], object] = torch.cuda.cudart().cudaHostUnregister
+        else:
+            module: Any = None if self.is_cpu else torch.get_device_module(self.device)
+            if not hasattr(module, "register_host"):
+                raise RuntimeError(f"memory that others allocated cannot be pinned for {self.device}")
+            module.register_host(address, nbytes)
+            unlock = module.unregister_host
+        finalizer = weakref.finalize(memory.untyped_storage(), unlock, address)
+        finalizer.atexit = False
+        return finalizer
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:

@@ -15,6 +15,7 @@ import torch
 from greenroom.accelerator import Accelerator
 from greenroom.api import offload
 from greenroom.config import OffloadConfig, parse_config
+from greenroom.engine import group
 from greenroom.engine.errors import DoesNotFit, RequestRefused, WorkerDied
 from greenroom.engine.facts import ModelFacts, facts_of
 from greenroom.engine.figures import Figures
@@ -103,11 +104,14 @@ class Omni:
             "enable_layerwise_offload": enable_layerwise_offload,
             "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
         }
+        if memory_budget is not None:
+            Memory.parse(memory_budget, "memory_budget")  # by its name here
         config = parse_config(diffusion_offload_config, memory=memory_budget, **flags, **legacy)
         wanted = diffusion_offload_config is not None or memory_budget is not None or any(flags.values())
         check_dtype(dtype)
-        self._accelerator = Accelerator.of(find_device(device))
+        self._accelerator = Accelerator.of(group.local_device(find_device(device)))
         self._config: OffloadConfig | None = config if wanted else None
+        group.join(self._config, self._accelerator)
         self._max_queue = max_queue
         self._lock = threading.Lock()
         self._asleep = False

@@ -80,8 +80,7 @@ def router(context: Context) -> APIRouter:
     async def live(since: int = Query(0, ge=0), rank: int = Query(0, ge=0)) -> dict[str, Any]:
         if rank >= max(1, len(omni.status.ranks)):
             raise ApiError(404, f"there is no rank {rank}", param="rank", code="not_found")
-        where = {"rank": rank} if omni.status.ranks else {}
-        snapshot = await context.operate(omni.live, since, **where)
+        snapshot = await context.operate(omni.live, since, *([rank] if omni.status.ranks else []))
         report = await context.operate(omni.report)
         snapshot["budget"] = report.budget if report is not None else None
         status = omni.status

@@ -48,6 +48,8 @@ _LOOK = 0.1
 _GRACE = 2.0
 # Seconds that a figure may take; one that takes longer is told as it was.
 _PATIENCE = 2.0
+# Seconds until a new process must have given its first sign of life: it imports all that it needs before.
+_FIRST = 120.0
 # Seconds for a rank to end by itself beyond what its request gets.
 _LEAVING = 5.0
 
@@ -432,7 +434,7 @@ class OmniRanks:
     # ------------------------------------------------------------------ what ranks say
 
     def _hear(self, link: Link, message: Any) -> None:
-        link.seen_at = time.monotonic()
+        link.seen_at, link.heard = time.monotonic(), True
         if message is None:
             self._lose(link, link.exit_words())
         elif link.state == GONE:
@@ -504,8 +506,9 @@ class OmniRanks:
             if link.job is not None and not link.told_to_cancel and (reason := _given_up(link.job)):
                 link.wire.send(Cancel(link.job.id, reason))
                 link.told_to_cancel = True
-            if link.state != GONE and now - link.seen_at > self._rank_timeout:
-                self._lose(link, f"no sign of life for {self._rank_timeout:g} s")
+            patience = self._rank_timeout if link.heard else max(_FIRST, self._rank_timeout)
+            if link.state != GONE and now - link.seen_at > patience:
+                self._lose(link, f"no sign of life for {patience:g} s")
             elif link.state != GONE and link.kill_at is not None and (now > link.kill_at or link.job is None):
                 self._lose(link, f"it cannot go on without another ({self._cause()})")
         self._leaving = [link for link in self._leaving if not link.ended]

@@ -48,6 +48,7 @@ class Link:
         self.job: Job | None = None
         self.told_to_cancel = False
         self.seen_at = time.monotonic()
+        self.heard = False
         self.kill_at: float | None = None
         self.killed = False
         self._asked: dict[int, Future[Any]] = {}
@@ -93,7 +94,7 @@ class Link:
         """Ends the process at once; for one that nobody here started, the connection."""
         self.killed = True
         if self.process is None:
-            self.wire.close()
+            self.wire.cut()
         elif self.process.poll() is None:
             self.process.kill()
 
@@ -118,3 +119,4 @@ class Link:
         except Exception:
             # Also what cannot be unpickled: a rank that talks nonsense is as good as gone.
             self._inbox.put((self, None))
+        self.wire.cut()

@@ -9,8 +9,10 @@ Note [Nobody waits for a rank that does not read]
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
+import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -142,12 +144,14 @@ class Wire:
         self._out.put(None)
         self._sender.join(timeout_s)
 
-    def close(self) -> None:
+    def cut(self) -> None:
+        """Ends the connection for both sides; whoever waits in `receive` gets EOFError."""
         self._out.put(None)
-        with contextlib.suppress(OSError):
-            self._connection.close()
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self) -> None:
+        # Closing is left to the garbage collector: the reader may be in the middle of a call.
         with contextlib.suppress(OSError, ValueError):
             while (data := self._out.get()) is not None:
                 self._connection.send_bytes(data)
