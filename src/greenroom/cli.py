@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from greenroom.errors import GreenroomError
+from greenroom.errors import ConfigError, GreenroomError
 
 app = typer.Typer(
     name="greenroom",
@@ -33,6 +33,21 @@ DeviceOption = Annotated[
         "Default: the accelerator that is present, else the CPU without offloading."
     ),
 ]
+
+
+# Fields of errors that are flags of the same name here.
+_FLAGS = frozenset({"dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size"})
+
+
+def _told(error: Exception, memory_budget: str | None) -> str:
+    """An error in the words of the command line: what a flag has set is called by the flag's name."""
+    if isinstance(error, ConfigError):
+        field = "memory_budget" if error.field == "memory" else error.field
+        from_budget = field == "memory_budget" and memory_budget is not None
+        if from_budget or field in _FLAGS or field.startswith("dlo_"):
+            value = memory_budget if from_budget else error.value
+            return str(ConfigError(f"--{field.replace('_', '-')}", value, error.accepted, error.hint))
+    return str(error)
 
 
 def _fail(message: str) -> typer.Exit:
@@ -104,7 +119,7 @@ def generate(
             dtype=dtype,
         )
     except (GreenroomError, OSError) as error:
-        raise _fail(str(error)) from None
+        raise _fail(_told(error, memory_budget)) from None
     output.parent.mkdir(parents=True, exist_ok=True)
     picture.save(output)
     if report is not None:
@@ -118,6 +133,10 @@ def plan(
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help='The device whose memory "80%" is of. Default: the accelerator that is present.'),
+    ] = None,
     variant: Annotated[str | None, typer.Option(help='Weights of a variant, such as "fp16".')] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
     trust_remote_code: Annotated[
@@ -129,18 +148,15 @@ def plan(
     import json
     from dataclasses import asdict
 
-    from greenroom.accelerator import Accelerator
     from greenroom.loading import load_checkpoint
-    from greenroom.loading.plan import describe, plan_pipeline
-    from greenroom.memory import Memory
+    from greenroom.loading.plan import budget_bytes, describe, plan_pipeline
 
     try:
-        budget = None if memory_budget is None else Memory.parse(memory_budget, "memory_budget")
-        total = Accelerator.of(None).free_and_total()[1] if budget is not None and budget.bytes is None else 0
+        budget = None if memory_budget is None else budget_bytes(memory_budget, device)
         loaded = load_checkpoint(model, variant=variant, revision=revision, trust_remote_code=trust_remote_code)
-        planned = plan_pipeline(loaded.pipeline, budget.resolve(total) if budget is not None else None)
+        planned = plan_pipeline(loaded.pipeline, budget)
     except (GreenroomError, OSError) as error:
-        raise _fail(str(error)) from None
+        raise _fail(_told(error, memory_budget)) from None
     if as_json:
         typer.echo(json.dumps({**asdict(planned), "loading": loaded.report.to_dict()}))
         return
@@ -200,10 +216,19 @@ def serve(
     """Serves a model behind OpenAI's interface, with a page at /."""
     try:
         from greenroom.serving import ServerSettings
-        from greenroom.serving.main import run
+        from greenroom.serving.main import LOG_LEVELS, listen, run
     except ImportError as error:
         raise _fail(str(error)) from None
+    import torch
+
     from greenroom.engine import Engine, Omni, OmniRanks
+
+    if log_level not in LOG_LEVELS:
+        raise _fail(str(ConfigError("--log-level", log_level, ", ".join(LOG_LEVELS))))
+    try:
+        listener = listen(host, port)  # before anything is loaded, which may take minutes
+    except OSError as error:
+        raise _fail(f"cannot listen on {host}:{port}: {error}") from None
 
     words: dict[str, Any] = {
         "diffusion_offload_config": diffusion_offload_config,
@@ -239,16 +264,16 @@ def serve(
         else:
             engine = Omni(model, **words)
     except (GreenroomError, OSError, ImportError) as error:
-        raise _fail(str(error)) from None
+        raise _fail(_told(error, memory_budget)) from None
+    except torch.OutOfMemoryError as error:
+        raise _fail(f"the device has too little memory for what is to stay on it; offload more ({error})") from None
     report = engine.report()
     console.print(
         str(report) if report is not None else f"not offloaded, on {engine.device}", highlight=False, soft_wrap=True
     )
-    console.print(f"[green]serving[/] {model} on http://{host}:{port}", highlight=False, soft_wrap=True)
-    try:
-        run(engine, settings, host=host, port=port, log_level=log_level)
-    except OSError as error:
-        raise _fail(f"cannot listen on {host}:{port}: {error}") from None
+    shown = f"[{host}]" if ":" in host else host
+    console.print(f"[green]serving[/] {model} on http://{shown}:{port}", highlight=False, soft_wrap=True)
+    run(engine, settings, listener, log_level=log_level)
     if engine.status.cause is not None:
         errors.print(f"[bold red]error:[/] ended without {engine.status.cause}", highlight=False, soft_wrap=True)
         raise typer.Exit(1)

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from greenroom import discovery
+from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.errors import ConfigError, TopologyError
-from greenroom.memory import format_bytes
+from greenroom.memory import Memory, format_bytes
 from greenroom.residency import Block, BudgetTooSmall, PipelineModel, TransferCurve, plan_call
 from greenroom.residency import Component as Numbers
 from greenroom.strategies.parts import Part, cut
@@ -92,6 +95,24 @@ class CheckpointPlan:
     @property
     def weights(self) -> int:
         return sum(c.weights for c in self.components)
+
+
+def budget_bytes(memory_budget: int | float | str, device: str | torch.device | None = None) -> int:
+    """A memory budget in bytes; a share is one of `device`, or of the accelerator that is present.
+
+    Raises:
+        ConfigError: not an amount of memory.
+        OffloadError: a share of a device that is not there.
+    """
+    budget = Memory.parse(memory_budget, "memory_budget")
+    if budget.bytes is not None:
+        return budget.bytes
+    if device is not None and str(device).split(":")[0] == "emu":
+        import greenroom.emulator  # noqa: F401 - registers the device
+    accelerator = Accelerator.of(device)
+    if accelerator.is_cpu:
+        raise ConfigError("device", str(device), "an accelerator, whose memory the budget is a share of")
+    return budget.resolve(accelerator.free_and_total()[1])
 
 
 def plan_pipeline(pipeline: Any, budget: int | None = None) -> CheckpointPlan:

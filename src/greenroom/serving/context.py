@@ -79,6 +79,7 @@ class Context:
                     self.give_up(job)
             return future.result()
         except BaseException as error:
+            future.cancel()  # or asyncio complains about an outcome that nobody asked for, and keeps it to do so
             self.give_up(job)
             self.failed(kind, error)
             raise

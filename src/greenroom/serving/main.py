@@ -22,24 +22,32 @@ from greenroom.engine import Engine
 from greenroom.serving.app import create_app
 from greenroom.serving.settings import ServerSettings
 
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 # Seconds; CPython's own is 5 ms.
 _SWITCH_INTERVAL = 0.0005
 
 
-def run(
-    omni: Engine, settings: ServerSettings, *, host: str = "127.0.0.1", port: int = 8000, log_level: str = "info"
-) -> None:
-    """Serves until SIGINT or SIGTERM; running requests then get `settings.shutdown_timeout` seconds.
+def listen(host: str, port: int) -> socket.socket:
+    """Takes an address; connections are refused until `run` serves it.
 
     Raises:
-        OSError: the address is in use.
+        OSError: the address is in use, or none of this machine's.
     """
-    yield_often()
-    server = make_server(omni, settings, host=host, port=port, log_level=log_level)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def run(omni: Engine, settings: ServerSettings, listener: socket.socket, *, log_level: str = "info") -> None:
+    """Serves until SIGINT or SIGTERM; running requests then get `settings.shutdown_timeout` seconds."""
+    yield_often()
+    server = make_server(omni, settings, log_level=log_level)
+    try:
         server.run(sockets=[listener])
     finally:
         listener.close()
@@ -57,14 +65,10 @@ def yield_often() -> None:
     gc.freeze()
 
 
-def make_server(
-    omni: Engine, settings: ServerSettings, *, host: str = "127.0.0.1", port: int = 8000, log_level: str = "info"
-) -> uvicorn.Server:
+def make_server(omni: Engine, settings: ServerSettings, *, log_level: str = "info") -> uvicorn.Server:
     """A uvicorn server around the app, for callers that run it themselves."""
     config = uvicorn.Config(
         create_app(omni, settings),
-        host=host,
-        port=port,
         log_level=log_level,
         access_log=log_level in ("debug", "trace"),
         timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout)),
