@@ -21,7 +21,7 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from PIL import Image
-from ways import WAYS, draw, every_way, modules, offload, runner
+from ways import WAYS, draw, every_way, modules, offload, runner, words_for
 
 import greenroom
 from greenroom import OffloadConfig, OffloadError, TopologyError, testing
@@ -86,7 +86,8 @@ def test_relatives_of_an_offloaded_pipeline(emu: ModuleType, name: str, way: str
 def test_relatives_that_are_offloaded_themselves(emu: ModuleType, way: str) -> None:
     expected = [call(pipe) for pipe, call in family("sdxl")]
     relatives = family("sdxl")
-    handles = [offload(pipe, way) for pipe, _ in relatives]
+    words = words_for(relatives[0][0], way)  # the same for all: other words would replace the first one's offload
+    handles = [greenroom.offload(pipe, **words, device="emu") for pipe, _ in relatives]
     for (pipe, call), value in zip([*relatives, *reversed(relatives)], [*expected, *reversed(expected)], strict=True):
         assert torch.equal(call(pipe), value)
     assert all(h.enabled for h in handles)
@@ -296,7 +297,7 @@ def test_a_deep_copy_is_a_plain_pipeline(emu: ModuleType, way: str) -> None:
     handle = offload(pipe, way)
     text2img(pipe)
     twin = copy.deepcopy(pipe)
-    twin.to("cpu")  # what stays on the device is there in the copy too
+    assert {t.device.type for c in modules(twin) for t in (*c.parameters(), *c.buffers())} == {"cpu"}
     for component in modules(twin):
         testing.realign(component)
     copies = handle.report().copied
