@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from greenroom.distributed import RanksError
 from greenroom.engine.errors import QueueFull, RequestCancelled, WorkerDied
 from greenroom.engine.job import RUNNING, Job, OmniResult
 
@@ -202,7 +203,8 @@ class Worker:
         job.finish(result, error)
         if isinstance(error, _FATAL):
             # The device's context may be unusable: the next request must not find that out.
-            raise WorkerDied(f"the device failed: {error}")
+            what = "a rank is missing" if isinstance(error, RanksError) else "the device failed"
+            raise WorkerDied(f"{what}: {error}")
         # This frame is part of the error's traceback: together they would wait for the garbage collector.
         error = None
 
@@ -222,7 +224,8 @@ class Worker:
             future.set_exception(WorkerDied("the worker has ended"))
 
 
-_FATAL: tuple[type[Exception], ...] = (getattr(torch, "AcceleratorError", WorkerDied), WorkerDied)
+# A broken device, and ranks that have lost one of theirs: neither serves anything any more.
+_FATAL: tuple[type[Exception], ...] = (getattr(torch, "AcceleratorError", WorkerDied), WorkerDied, RanksError)
 
 
 def _has_ended(job: Job) -> bool:

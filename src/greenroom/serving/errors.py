@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from greenroom.distributed import RanksError
 from greenroom.engine.errors import DoesNotFit, QueueFull, RequestCancelled, RequestRefused, WorkerDied
 from greenroom.errors import ConfigError, GreenroomError
 
@@ -79,7 +80,7 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(408, str(error), code="timeout")
         status = 503 if "shutting down" in error.reason else CLIENT_CLOSED_REQUEST
         return ApiError(status, str(error), code="cancelled")
-    if isinstance(error, WorkerDied):
+    if isinstance(error, WorkerDied | RanksError):
         return ApiError(503, f"{error}; POST /v1/restart starts a new one", code="worker_dead")
     if isinstance(error, ConfigError):
         return ApiError(400, str(error), param=error.field, code="invalid_value")

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -86,9 +86,7 @@ class Rank:
             if isinstance(message, Submit):
                 self._submit(omni, message)
             elif isinstance(message, Cancel):
-                job = self._jobs.get(message.request_id)
-                if job is not None:
-                    job.cancel(message.reason)
+                self._cancel(message)
             elif isinstance(message, Ask):
                 if message.what in _CHANGING:
                     self._changes.submit(self._answer, omni, message)
@@ -100,20 +98,20 @@ class Rank:
 
     def _submit(self, omni: Omni, message: Submit) -> None:
         job = Job(message.request)
-        self._jobs[job.id] = job
+        request_id = job.id
+        self._jobs[request_id] = job
         told: dict[str, Any] = {}
 
         def tell(job: Job) -> None:
             now = {"state": job.state, "phase": job.phase, "step": job.step, "steps": job.steps}
             if now != told and not job.future.done():
                 told.update(now)
-                self._wire.send(Progress(job.id, now))
+                self._wire.send(Progress(request_id, now))
 
-        def done(_: Any) -> None:
-            self._jobs.pop(job.id, None)
-            error = job.future.exception()
-            result = None if error is not None else _on_host(job.future.result())
-            self._wire.send(Outcome(job.id, result, portable(error) if error is not None else None))
+        def done(future: Future[OmniResult]) -> None:
+            # Names neither the job nor its error: a cycle would keep what the failed call had on the device.
+            self._jobs.pop(request_id, None)
+            self._wire.send(_outcome(request_id, future))
 
         job.listen(tell)
         job.future.add_done_callback(done)
@@ -121,6 +119,11 @@ class Rank:
             omni.enqueue(job)
         except Exception as error:
             job.finish(None, error)
+
+    def _cancel(self, message: Cancel) -> None:
+        job = self._jobs.get(message.request_id)
+        if job is not None:
+            job.cancel(message.reason)
 
     def _answer(self, omni: Omni, ask: Ask) -> None:
         value, error = None, None
@@ -144,6 +147,13 @@ class Rank:
         self._over.set()
         self._changes.shutdown(wait=False, cancel_futures=True)
         self._wire.flush(_FLUSH)
+
+
+def _outcome(request_id: str, future: Future[OmniResult]) -> Outcome:
+    error = future.exception()
+    if error is not None:
+        return Outcome(request_id, None, portable(error))
+    return Outcome(request_id, _on_host(future.result()), None)
 
 
 def _on_host(result: OmniResult) -> OmniResult:
