@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [--quick] [NAME ...]
 
-Names: streaming, residency, budget, real_time, host_cost. Exits with 1 when a gate fails.
+Names: streaming, residency, budget, real_time, host_cost, enabling. Exits with 1 when a gate fails.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import torch
 
 import budget
+import enabling
 import host_cost
 import real_time
 import residency
@@ -22,6 +23,7 @@ from bench.report import Result
 from bench.subjects import quieten
 
 BENCHMARKS = {
+    "enabling": enabling.run,
     "host_cost": host_cost.run,
     "streaming": streaming.run,
     "residency": residency.run,

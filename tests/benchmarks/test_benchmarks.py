@@ -124,6 +124,14 @@ def test_host_cost_names_its_parts(emu: ModuleType) -> None:
         assert sum(figures[p] for p in host_cost.PARTS) >= 0.99 * figures["total"] > 0
 
 
+def test_enabling_is_timed_beside_copying_once(emu: ModuleType) -> None:
+    import enabling
+
+    result = enabling.run(quick=True)
+    assert all(min(several) > 0 for several in result.figures["seconds"].values())
+    assert "real" in result.markdown()
+
+
 @pytest.mark.parametrize("more", [[], ["--plain"]], ids=["diffusers", "torch alone"])
 def test_the_gpu_script_runs_on_the_emulator(
     more: list[str], emu: ModuleType, capsys: pytest.CaptureFixture[str]
