@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +15,15 @@ from torch import nn
 
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig, Strategy, parse_config
-from greenroom.errors import OffloadError
+from greenroom.distributed.ranks import Ranks, gather_ranks, tell_failure
+from greenroom.errors import GreenroomError, OffloadError
 from greenroom.handle import Handle, release
-from greenroom.strategies import auto, layerwise, model_level
+from greenroom.strategies import auto, layerwise, model_level, sharing
 from greenroom.strategies.runtime import Runtime
-from greenroom.topology import ResolvedPlan, merged, require_single_process, resolve
+from greenroom.topology import ResolvedPlan, merged, resolve
 
+# Words that ask for ranks to share; looked for in what was refused.
+_SHARES = re.compile("allgather|layer_options|distributed")
 # Which offload owns a module. A runtime holds no module, so this keeps nothing alive.
 _OWNERS: weakref.WeakKeyDictionary[nn.Module, Runtime] = weakref.WeakKeyDictionary()
 
@@ -29,6 +34,7 @@ def offload(
     *,
     memory: int | float | str | None = None,
     device: str | torch.device | None = None,
+    group: Any = None,
     **legacy: Any,
 ) -> Handle:
     """Offloads a pipeline to host memory; from then on it is called as before, with the same results to the bit.
@@ -42,6 +48,8 @@ def offload(
             same as JSON, or an `OffloadConfig`.
         memory: device memory to use, such as "12GiB", bytes or "80%".
         device: where to compute; None means the accelerator that is present.
+        group: the process group whose ranks share the weights, where layer options ask for that; None means all
+            ranks that torch.distributed has. Every rank of it has to make this call.
         **legacy: `enable_cpu_offload`, `enable_layerwise_offload`, `enable_distributed_layerwise_offload` and their
             options.
 
@@ -53,22 +61,43 @@ def offload(
         TopologyError: the pipeline does not hold what was asked for.
         NotSupportedError: the combination is not built.
         OffloadError: the device is not there, or the pipeline is in use.
+        RanksError: the ranks do not agree, or one of them failed or did not come; raised on all of them.
         torch.OutOfMemoryError: what has to stay on the device does not fit; the pipeline is as it was.
     """
     unknown = set(legacy) - set(inspect.signature(parse_config).parameters)
     if unknown:
         raise TypeError(f"offload() got an unexpected keyword argument {min(unknown)!r}")
-    parsed = parse_config(config, memory=memory, **legacy)
-    accelerator = Accelerator.of(device)
-    require_single_process(parsed)
-    plan = resolve(pipeline, parsed)
-    current = _owners(plan)
-    if len(current) == 1 and current[0].config == parsed and current[0].accelerator.device == accelerator.device:
-        runtime = current[0]
-        if all(_OWNERS.get(c.module) is runtime for c in plan.components):
-            runtime.serve(pipeline)
-            return Handle(pipeline, runtime, parsed, renew)
-    return _offload(pipeline, parsed, accelerator, current)
+    try:
+        parsed = parse_config(config, memory=memory, **legacy)
+        accelerator = Accelerator.of(device)
+    except GreenroomError as error:
+        if _SHARES.search(f"{config} {legacy}"):
+            tell_failure(error, group)  # to ranks whose words were accepted
+        raise
+    ranks = gather_ranks(accelerator.device, group) if sharing.wanted(parsed) else None
+    with _in_unison(ranks):
+        plan = resolve(pipeline, parsed)
+        current = _owners(plan)
+        same = len(current) == 1 and current[0].config == parsed and current[0].accelerator.device == accelerator.device
+        same = same and all(_OWNERS.get(c.module) is current[0] for c in plan.components)
+        same = same and (current[0].sharing is None or current[0].sharing.whole)
+        if ranks is not None:
+            same = all(ranks.meeting.answer("offloaded like this already", same))
+        if same:
+            current[0].serve(pipeline)
+            return Handle(pipeline, current[0], parsed, renew)
+        return _offload(pipeline, parsed, accelerator, current, ranks)
+
+
+@contextlib.contextmanager
+def _in_unison(ranks: Ranks | None) -> Iterator[None]:
+    """Lets an error on this rank be one on the others too, which would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if ranks is not None:
+            ranks.meeting.fail(error)
+        raise
 
 
 def renew(pipeline: Any, runtime: Runtime) -> Handle:
@@ -76,11 +105,17 @@ def renew(pipeline: Any, runtime: Runtime) -> Handle:
 
     Raises:
         OffloadError: a call is running.
+        RanksError: the ranks that share the weights do not all call it.
     """
-    return _offload(pipeline, runtime.config, runtime.accelerator, [runtime])
+    old = runtime.sharing
+    ranks = None if old is None else gather_ranks(runtime.accelerator.device, old.ranks.group)
+    with _in_unison(ranks):
+        return _offload(pipeline, runtime.config, runtime.accelerator, [runtime], ranks)
 
 
-def _offload(pipeline: Any, config: OffloadConfig, accelerator: Accelerator, current: list[Runtime]) -> Handle:
+def _offload(
+    pipeline: Any, config: OffloadConfig, accelerator: Accelerator, current: list[Runtime], ranks: Ranks | None
+) -> Handle:
     pipelines = _with_sharing(pipeline, current)
     _resolve_all(pipelines, config)  # refuses before anything is touched
     for runtime in current:
@@ -89,7 +124,7 @@ def _offload(pipeline: Any, config: OffloadConfig, accelerator: Accelerator, cur
                 raise OffloadError("offload() was called from inside a component; call it between two calls")
             release(pipeline, runtime)
     plan = _resolve_all(pipelines, config)
-    runtime = _enable(accelerator, config, plan)
+    runtime = _enable(accelerator, config, plan, ranks)
     for component in plan.components:
         _OWNERS[component.module] = runtime
     for each in pipelines:
@@ -126,10 +161,11 @@ def _resolve_all(pipelines: list[Any], config: OffloadConfig) -> ResolvedPlan:
     return merged(plan, components)
 
 
-def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) -> Runtime:
+def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, ranks: Ranks | None) -> Runtime:
+    # In a group of one rank there is nobody to share with, and the distributed strategy is the layerwise one.
+    shared = None if ranks is None else sharing.Sharing(ranks, config, plan)
     if config.memory_budget is not None or config.strategy is Strategy.AUTO:
-        return auto.enable(accelerator, config, plan)
+        return auto.enable(accelerator, config, plan, shared)
     if config.strategy is Strategy.MODEL_LEVEL:
         return model_level.enable(accelerator, config, plan)
-    # In a group of one rank the distributed strategy has nothing to gather and is the layerwise one.
-    return layerwise.enable(accelerator, config, plan)
+    return layerwise.enable(accelerator, config, plan, shared)

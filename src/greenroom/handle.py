@@ -15,6 +15,7 @@ from torch import nn
 
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
+from greenroom.distributed.ranks import Standing
 from greenroom.errors import OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
@@ -183,6 +184,16 @@ class Handle:
         if runtime is None or not runtime.enabled:
             raise OffloadError("this offload was disabled, or its pipeline is gone; call greenroom.offload again")
         return runtime
+
+    @property
+    def ranks(self) -> Standing | None:
+        """How the ranks that share the weights stand; None where nothing is shared.
+
+        Raises:
+            OffloadError: the offload is no longer enabled.
+        """
+        sharing = self._enabled_runtime().sharing
+        return None if sharing is None else sharing.standing
 
     def report(self) -> Report:
         """What is where, and what was moved so far.

@@ -69,20 +69,29 @@ class Copier:
         self.on_kept: Kept | None = None
 
     def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> Future[None] | None:
-        """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it.
+        """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it; returns what `send` does."""
+        return self.send(buffer, unit.source, ready, name=unit.name, pinned=unit.pinned and not unit.diverged)
+
+    def send(
+        self, target: torch.Tensor, source: torch.Tensor, ready: Any, *, name: str, pinned: bool
+    ) -> Future[None] | None:
+        """Enqueues one flat copy from host memory to the device, and `ready` after it.
+
+        Args:
+            target, source: uint8 tensors of one size.
+            name: of what is copied, for timelines.
+            pinned: whether `source` is page-locked.
 
         Returns:
             None, or where a thread does the enqueueing, what to wait for before another stream waits for `ready`.
         """
-        master = unit.master
-        assert master is not None
-        self.copied_bytes += unit.nbytes
+        self.copied_bytes += source.nbytes
         self.copies += 1
-        timed = self.probe.copying(unit.name, unit.nbytes, self.stream) if self.probe is not None else None
+        timed = self.probe.copying(name, source.nbytes, self.stream) if self.probe is not None else None
         if self.stager is not None:
-            return self.stager.copy(buffer, master, ready, timed, pinned=unit.pinned)
+            return self.stager.copy(target, source, ready, timed, pinned=pinned)
         with self.stream:
-            buffer.copy_(master, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         ready.record(self.stream)
         if timed is not None:
             timed.record(self.stream)
@@ -296,6 +305,9 @@ class BlockStream:
         arena_bytes: size of the arena; two of the largest block make it a double buffer.
     """
 
+    gathers = False
+    """Whether the blocks come in pieces from several ranks, laid out as these have agreed."""
+
     def __init__(self, copier: Copier) -> None:
         self.copier = copier
         self.accelerator = copier.accelerator
@@ -460,9 +472,10 @@ class BlockStream:
             if _computes(stay):
                 self.leave(stay.block)
 
-    def end_forward(self, track: Track) -> None:
-        """Called after a component's forward that did not fail."""
-        track.finish()
+    def end_forward(self, track: Track, *, failed: bool = False) -> None:
+        """Called after a component's forward."""
+        if not failed:
+            track.finish()
 
     def prime(self, *, wait: bool = False) -> None:
         """Fetches what the next forward starts with, as far as the arena has room.

@@ -18,7 +18,7 @@ from torch import nn
 from greenroom import catalog, discovery
 from greenroom.config import OffloadConfig, Strategy
 from greenroom.declare import OffloadPlan, block_paths, blocks_attrs_of, component_lists_of, plan_of
-from greenroom.errors import NotSupportedError, TopologyError
+from greenroom.errors import TopologyError
 from greenroom.host import extent, module_tensors, movable, unique_bytes
 from greenroom.memory import format_bytes
 
@@ -190,6 +190,13 @@ def _modules(pipeline: Any, plan: OffloadPlan | None) -> dict[str, nn.Module]:
     seen: dict[int, str] = {}
     for name, candidate in candidates:
         module = discovery.uncompiled(candidate)
+        if not isinstance(module, nn.Module) and not isinstance(candidate, type):
+            if callable(getattr(candidate, "parameters", None)):
+                _warn_once(
+                    f"{name} ({type(candidate).__name__}) has parameters and is not a torch.nn.Module, so it stays "
+                    "where it is; hand over the module inside it"
+                )
+            continue
         if not isinstance(module, nn.Module) or id(module) in seen:
             continue
         inside = _ancestor(module, modules)
@@ -398,18 +405,3 @@ def _warn_once(message: str) -> None:
     if message not in _WARNED:
         _WARNED.add(message)
         warnings.warn(message, stacklevel=2)
-
-
-def require_single_process(config: OffloadConfig) -> None:
-    """Refuses what needs a group of ranks.
-
-    Raises:
-        NotSupportedError: allgather was asked for in a process group of more than one rank.
-    """
-    gathers = config.distributed or any(o.weight_transfer == "allgather" for o in config.layer_options.values())
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if gathers and distributed and torch.distributed.get_world_size() > 1:
-        raise NotSupportedError(
-            "layer_options.*.weight_transfer = 'allgather' over "
-            f"{torch.distributed.get_world_size()} ranks is not built yet; accepted: 'rank-local', or one process"
-        )

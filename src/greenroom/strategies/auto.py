@@ -7,11 +7,17 @@ from greenroom.config import OffloadConfig
 from greenroom.errors import ConfigError
 from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.runtime import Runtime
+from greenroom.strategies.sharing import Sharing
 from greenroom.topology import ResolvedPlan
 
 
-def enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) -> Runtime:
+def enable(
+    accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, sharing: Sharing | None = None
+) -> Runtime:
     """Installs the strategy; nothing is changed when it raises.
+
+    Args:
+        sharing: of the weights with other ranks, where there are any.
 
     Raises:
         ConfigError: nothing fits into the budget, or the residents were chosen by hand as well.
@@ -23,4 +29,4 @@ def enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) 
                 options.resident_layers,
                 "0 beside a memory budget, which chooses the residents",
             )
-    return Runtime(accelerator, config, plan, keeper=MemoryKeeper(accelerator, config))
+    return Runtime(accelerator, config, plan, keeper=MemoryKeeper(accelerator, config), sharing=sharing)

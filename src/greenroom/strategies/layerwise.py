@@ -13,11 +13,17 @@ from greenroom.config import OffloadConfig, Strategy
 from greenroom.errors import ConfigError
 from greenroom.residency import spread
 from greenroom.strategies.runtime import Runtime
+from greenroom.strategies.sharing import Sharing
 from greenroom.topology import STREAM, Component, ResolvedPlan
 
 
-def enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) -> Runtime:
+def enable(
+    accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, sharing: Sharing | None = None
+) -> Runtime:
     """Installs the strategy; nothing is changed when it raises.
+
+    Args:
+        sharing: of the weights with other ranks, where there are any.
 
     Raises:
         ConfigError: `resident_layers` is more than a component has blocks.
@@ -28,8 +34,10 @@ def enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan) 
     def residents(component: Component) -> Sequence[int]:
         return _residents(config, component)
 
-    runtime = Runtime(accelerator, config, plan, residents=residents)
-    if not config.distributed:
+    runtime = Runtime(accelerator, config, plan, residents=residents, sharing=sharing)
+    if sharing is not None:
+        runtime.strategy = Strategy.DISTRIBUTED_LAYERWISE
+    elif not config.distributed:
         runtime.strategy = Strategy.LAYERWISE  # resident blocks alone need no group
     return runtime
 

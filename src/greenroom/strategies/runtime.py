@@ -35,6 +35,7 @@ from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.outside import watch_parts
 from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
 from greenroom.strategies.probe import Probe, Timing
+from greenroom.strategies.sharing import Sharing
 from greenroom.streaming import BlockStream, Copier, StreamedBlock
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
@@ -80,6 +81,7 @@ class Runtime:
         residents: which blocks of each streamed component stay on the device.
         arena_bytes: size of the ring, or None for two of the largest streamed block.
         keeper: chooses the layout instead, and changes it as it learns.
+        sharing: of weights with other ranks, which all enable the same offload at this moment.
     """
 
     def __init__(
@@ -91,8 +93,10 @@ class Runtime:
         residents: Callable[[Component], Sequence[int]] = lambda component: (),
         arena_bytes: int | None = None,
         keeper: Keeper | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         keep_out_of_graphs()
+        self.sharing = sharing
         self.accelerator = accelerator
         self.config = config
         self.strategy = plan.strategy
@@ -157,7 +161,13 @@ class Runtime:
             refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
         shared = self.shared = HostUnit("shared between components", plan.shared)
         self.shared_bytes = shared.nbytes
-        layout = keeper.first_layout(self) if keeper else _fixed_layout(plan, self.parts, residents, arena_bytes)
+        layout = (
+            keeper.first_layout(self)
+            if keeper
+            else _fixed_layout(plan, self.parts, residents, arena_bytes, self._gathers)
+        )
+        if self.sharing is not None:
+            self.sharing.agree(self.parts, layout)
         for component in plan.components:
             reference = weakref.ref(component.module)
             self._modules[component.name] = reference
@@ -170,7 +180,12 @@ class Runtime:
         self._reserve_staging(units)
         for unit in units:
             self._undo.callback(unit.restore)
-            self._adopt(unit)
+        if self.sharing is not None:
+            for unit in self.sharing.adopt(self.accelerator, self.parts, layout):
+                self._lock(unit)
+        for unit in units:
+            if unit.master is None:
+                self._adopt(unit)
         self._undo.callback(self._end_staging)
         self._stage()
         self._undo.callback(self._drop_all)
@@ -179,6 +194,8 @@ class Runtime:
         for part in self.parts:
             if part.pinned_down.tensors:
                 part.kept = self.copier.load([part.pinned_down])
+        if self.sharing is not None:
+            self.sharing.gather(self.copier, self.parts, self._lock_shard)
         try:
             self.apply(layout)
         except torch.OutOfMemoryError:
@@ -189,6 +206,36 @@ class Runtime:
             self._hang_door(part, component)
         with torch.inference_mode(False), torch.no_grad():
             self.stream.prime(wait=True)
+        if self.sharing is not None:
+            self.sharing.start()
+
+    def _lock(self, unit: HostUnit) -> None:
+        """Page-locks a master that the ranks share, unless only a share of it is copied from here."""
+        assert unit.shared is not None
+        if unit.shared is not unit.master:
+            unit.pinned = self._lock_memory(unit.shared)
+
+    def _lock_shard(self, shard: torch.Tensor) -> bool:
+        locked = self._lock_memory(shard)
+        if not locked and not self.accelerator.is_cpu and self.copier.stager is None:
+            self._open_stager(shard.nbytes)
+        return locked
+
+    def _lock_memory(self, memory: torch.Tensor) -> bool:
+        """Page-locks shared memory as far as the configuration asks for it and the system allows."""
+        assert self.sharing is not None and self.sharing.masters is not None
+        pin = self.config.pin_memory
+        wanted = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + memory.nbytes <= pin
+        if wanted and not self.accelerator.is_cpu:
+            try:
+                self.sharing.masters.pin(memory)
+                self.pinned_bytes += memory.nbytes
+                return True
+            except RuntimeError:
+                # Not every device can lock memory that processes share; there the staging ring is the way.
+                self._unpinnable += memory.nbytes
+        self.unpinned_bytes += memory.nbytes
+        return False
 
     def _adopt(self, unit: HostUnit) -> None:
         pin = self.config.pin_memory
@@ -222,13 +269,15 @@ class Runtime:
                 stacklevel=2,
             )
         if self.unpinned_bytes and not self.accelerator.is_cpu:
-            widest = max(u.nbytes for part in self.parts for u in part.units)
-            chunk = self._staging_bytes // BUFFERS or min(CHUNK_BYTES, widest)
-            try:
-                self.copier.stager = Stager(self.accelerator, self.copier.stream, chunk)
-            except RuntimeError:
-                return  # plain copies from pageable memory work, and make the host wait
-            self.pinned_bytes += self.copier.stager.nbytes
+            self._open_stager(max(u.nbytes for part in self.parts for u in part.units))
+
+    def _open_stager(self, widest: int) -> None:
+        chunk = self._staging_bytes // BUFFERS or min(CHUNK_BYTES, widest)
+        try:
+            self.copier.stager = Stager(self.accelerator, self.copier.stream, chunk)
+        except RuntimeError:
+            return  # plain copies from pageable memory work, and make the host wait
+        self.pinned_bytes += self.copier.stager.nbytes
 
     def _end_staging(self) -> None:
         stager, self.copier.stager = self.copier.stager, None
@@ -267,6 +316,11 @@ class Runtime:
         self.pipelines.clear()
         self._undo.close()
         self._take_apart()
+        if self.sharing is not None:
+            self.sharing.wait()
+
+    def _gathers(self, part: Part) -> bool:
+        return self.sharing is not None and self.sharing.gathers(part)
 
     @property
     def enabled(self) -> bool:
@@ -295,6 +349,8 @@ class Runtime:
         self._looks.clear()
         self._block_hooks.clear()
         self.stream.abandon()
+        if self.sharing is not None:
+            self.sharing.leave()
 
     def _drop_all(self) -> None:
         for part in self.parts:
@@ -344,6 +400,8 @@ class Runtime:
         if part.streamed:
             own = part.stream if part.stream is not self.stream else None
             wanted = (own or BlockStream(self.copier)) if share.hold == "phase" else self.stream
+            if self.sharing is not None and self.sharing.gathers(part):
+                wanted = self.sharing.stream
         if wanted is not part.stream:
             self.unhook_blocks(part)
             if wanted is not None:
@@ -367,12 +425,16 @@ class Runtime:
     def _set_apart(self, part: Part, block: StreamedBlock, module: nn.Module) -> None:
         """Gives what the model calls while its block is away a place beside the blocks, from now on."""
         mine = [t for t in module_tensors(module) if any(t is u for u in block.unit.tensors)]
-        if not mine or not part.present or part.stream is None or part.stream.arena is None:
+        away = part.stream is not None and (part.stream.gathers or part.stream.arena is not None)
+        if not mine or not part.present or not away:
             return  # the block is away because memory ran out, and the component will run again
         self.accelerator.synchronize()  # the block's master may be on its way to the device
         if block.stay is not None:
             block.stay.wanted = False
             block.stay = None
+        if self._gathers(part):
+            self.copier.fix([block])  # its bytes are laid out as all ranks know them
+            return
         part.apart += mine
         self.adopt_again(block.unit, [t for t in block.unit.tensors if not any(t is m for m in mine)])
         self.add(part, mine, None)
@@ -428,7 +490,8 @@ class Runtime:
 
     def device_bytes(self) -> int:
         """Bytes of weights and rings on the device now, as torch's allocators count them."""
-        total = _rounded(self.stream.arena_bytes) + sum(_rounded(c.unit.nbytes) for c in self.shared_copies)
+        total = 0 if self.sharing is None else _rounded(self.sharing.device_bytes)
+        total += _rounded(self.stream.arena_bytes) + sum(_rounded(c.unit.nbytes) for c in self.shared_copies)
         for part in self.parts:
             total += sum(_rounded(c.unit.nbytes) for c in (*part.copies, *part.kept))
             total += sum(_rounded(b.unit.nbytes) for b in part.blocks if b.fixed is not None)
@@ -465,6 +528,8 @@ class Runtime:
                 self._shrink(part, error)
         if self.keeper is not None:
             self.keeper.entered(self, part, door)
+        if self.sharing is not None and not (door == "forward" and self._gathers(part)):
+            self.sharing.elsewhere()
         if door == "forward" and part.name in self._to_time and part.name not in self._probes:
             self.start_timing(part)
         if part.track is not None and part.stream is not None:
@@ -479,9 +544,9 @@ class Runtime:
         if part.track is not None:
             if door != "forward" and self._holds(part, door):
                 self.copier.unhold(part.track)
-            elif part.stream is not None and not failed:
-                part.stream.end_forward(part.track)
-                if not part.watched and door == "forward":
+            elif part.stream is not None:
+                part.stream.end_forward(part.track, failed=failed)
+                if not failed and not part.watched and door == "forward":
                     self._stop_looking(part)
         if self.keeper is not None:
             self.keeper.left(self, part, door, failed)
@@ -585,8 +650,8 @@ class Runtime:
 
     @property
     def streams(self) -> list[BlockStream]:
-        own = [p.stream for p in self.parts if p.stream is not None and p.stream is not self.stream]
-        return [self.stream, *own]
+        own = [p.stream for p in self.parts if p.stream is not None]
+        return list({id(stream): stream for stream in (self.stream, *own)}.values())
 
     # ------------------------------------------------------------------ what users change between two calls
 
@@ -623,6 +688,8 @@ class Runtime:
         at_work = sum(door.owner is part for door in self.occupancy.inside)
         if module is None or at_work > 1 or part.name not in self._block_modules:
             return
+        if self.sharing is not None:
+            self.sharing.look(part.units)
         for bracket in (self._doors[part.name], *self._block_hooks.get(part.name, ())):
             bracket.settle()
         if tensor_ids(module) != part.known:
@@ -636,6 +703,12 @@ class Runtime:
         unit.retake(tensors)
         if unit.tensors:
             self._adopt(unit)
+
+    def let_go(self, unit: HostUnit, stays: Sequence[torch.Tensor]) -> None:
+        """Gives all tensors of a unit that is not on the device memory of their own; those that stay are meant to be
+        adopted again."""
+        self._disown(unit)
+        unit.retake(stays)
 
     def _disown(self, unit: HostUnit) -> None:
         if unit.master is not None:
@@ -699,6 +772,8 @@ class Runtime:
                 self._drop_additions(part)
                 part.noticed = False
             self._in_call = False
+            if self.sharing is not None:
+                self.sharing.elsewhere()
             for stream in self.streams:
                 stream.end_call()
             if self.keeper is not None:
@@ -710,6 +785,7 @@ def _fixed_layout(
     parts: Sequence[Part],
     residents: Callable[[Component], Sequence[int]],
     arena_bytes: int | None,
+    gathers: Callable[[Part], bool],
 ) -> Layout:
     """The layout that the placements of `plan` ask for."""
     shares = {}
@@ -719,7 +795,8 @@ def _fixed_layout(
         if component.placement == STREAM:
             stay = frozenset(residents(component))
             shares[part.name] = Share("always", stay)
-            widest = max([widest, *(b.unit.nbytes for b in part.blocks if b.index not in stay)])
+            if not gathers(part):
+                widest = max([widest, *(b.unit.nbytes for b in part.blocks if b.index not in stay)])
         else:
             shares[part.name] = Share("always" if component.placement == RESIDENT else "phase", every)
     return Layout(shares, (arena_bytes or 2 * widest) if widest else 0)
