@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import ctypes
 import io
+import random
+import sys
 import zipfile
 
 import numpy as np
@@ -74,6 +77,31 @@ def test_a_video_has_its_frames_and_is_repeatable(size: tuple[int, int]) -> None
         read = [f.to_ndarray(format="rgb24") for f in container.decode(video=0)]
         assert container.streams.video[0].average_rate == 8
     assert len(read) == 5 and read[0].shape == (size[1], size[0], 3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fills the memory of glibc")
+def test_a_video_does_not_depend_on_what_lay_in_memory() -> None:
+    pytest.importorskip("av")
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    frames = [picture(32, 32, seed=i) for i in range(5)]
+    seen = set()
+    for i in range(40):
+        rng = random.Random(i)
+        places = []
+        for _ in range(600):
+            size = int(2 ** rng.uniform(6, 17))
+            places.append(libc.malloc(size))
+            ctypes.memset(places[-1], rng.choice((0, 1, 63, 127, 128, 255)), size)
+        rng.shuffle(places)
+        for place in places:
+            libc.free(place)
+        seen.add(write_video(frames))
+    assert len(seen) == 1
 
 
 def test_colours_survive_a_video() -> None:

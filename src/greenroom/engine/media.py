@@ -26,6 +26,10 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 OUTPUT_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
 
+# x264's macroblock tree reads memory that it has not written where frames are small, and chooses by it.
+_X264 = {"crf": "16", "threads": "1", "x264-params": "mbtree=0"}
+
+
 @dataclass(frozen=True)
 class MediaLimits:
     """The largest input that is read: bytes of a file, pixels of a picture."""
@@ -116,7 +120,7 @@ def write_video(frames: Sequence[Any], fps: int = 16) -> bytes:
     height, width = arrays[0].shape[:2]
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as container:
-        stream: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "16", "threads": "1"})
+        stream: Any = container.add_stream("libx264", rate=Fraction(fps), options=_X264)
         stream.width, stream.height = width, height
         stream.pix_fmt = "yuv420p" if width % 2 == 0 and height % 2 == 0 else "yuv444p"
         for i, array in enumerate(arrays):

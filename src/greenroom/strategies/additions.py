@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from greenroom.errors import OffloadError
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Beside its block an addition is heavy from this share on.
 _HEAVY = 0.25
+# Instead of the index of a block.
+_OUTSIDE, _PINNED_DOWN = -1, -2
 
 
 def tensor_ids(module: nn.Module) -> list[int]:
@@ -58,27 +61,37 @@ def adapt(
     part.unmovable = [t for t in module_tensors(module) if not movable(t)]
     refuse_unmovable(part.name, part.unmovable, runtime.accelerator.device)
     runtime.drop_all_additions(part)
-    owner: dict[int, int] = {id(t): -1 for t in part.apart}
+    owner: dict[int, int] = {id(t): _OUTSIDE for t in part.apart}
     for i, block in enumerate(blocks):
         assert block is not None
         for tensor in module_tensors(block):
-            owner[id(tensor)] = -1 if owner.get(id(tensor), i) != i else i
+            owner[id(tensor)] = _OUTSIDE if owner.get(id(tensor), i) != i else i
     tensors = [t for t in module_tensors(module) if movable(t)]
     present = {id(t) for t in (*tensors, *part.views)}
+    kept = {id(t) for t in part.views}
+    homes: list[tuple[HostUnit, int]] = [(b.unit, b.index) for b in part.blocks]
+    homes += [(part.rest, _OUTSIDE), (part.pinned_down, _PINNED_DOWN)]
+    remain: list[list[torch.Tensor]] = []
+    for unit, index in homes:
+        # A tensor of a block that others were tied to since goes to what they have in common.
+        stays = [t for t in unit.tensors if id(t) in present and (index < 0 or id(t) in kept or owner[id(t)] == index)]
+        remain.append(stays)
+        if len(stays) < len(unit.tensors):
+            _release(runtime, part, unit)
+            runtime.let_go(unit, stays)
     had = shared | {id(t) for u in part.cut_units for t in u.tensors}
     fresh = [t for t in tensors if id(t) not in had]
-    homes: list[tuple[HostUnit, int]] = [(b.unit, b.index) for b in part.blocks]
-    homes += [(part.rest, -1), (part.pinned_down, -2)]
-    for unit, index in homes:
-        mine = [t for t in fresh if owner.get(id(t), -1) == index]
-        left = [t for t in unit.tensors if id(t) in present]
+    for (unit, index), stays in zip(homes, remain, strict=True):
+        mine = [t for t in fresh if owner.get(id(t), _OUTSIDE) == index]
         apart = [t for t in mine if any(t is a for a in part.apart)]
         if apart:
             runtime.add(part, apart, None)
             mine = [t for t in mine if not any(t is a for a in apart)]
-        if len(left) < len(unit.tensors) or unique_bytes(mine) > _HEAVY * unit.nbytes:
+        if unit.master is None and (stays or mine):
+            runtime.adopt_again(unit, [*stays, *mine])
+        elif unique_bytes(mine) > _HEAVY * unit.nbytes:
             _release(runtime, part, unit)
-            runtime.adopt_again(unit, [*left, *mine])
+            runtime.adopt_again(unit, [*stays, *mine])
         elif mine:
             runtime.add(part, mine, None if index < 0 else index)
     part.known = tensor_ids(module)
