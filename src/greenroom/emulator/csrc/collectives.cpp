@@ -21,7 +21,8 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct EmuWork final : c10d::Work {
-  EmuWork(int rank, OpType type, int device, Tensors outputs) : Work(rank, type), device_(device), outputs_(std::move(outputs)) {}
+  EmuWork(int rank, OpType type, int device, Tensors outputs, Tensors inputs)
+      : Work(rank, type), device_(device), outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
   bool isCompleted() override {
     bool over = done->is_complete();
     if (over) race::host_joins(done->clock); // a host that was told so may rely on it
@@ -30,6 +31,7 @@ struct EmuWork final : c10d::Work {
   bool isSuccess() const override { return done->is_complete() && !*error; }
   void synchronize() override {
     stream_wait(current_stream(device_), done);
+    inputs_.clear(); // whatever is freed now is freed after the collective, in the order of the current stream
     if (done->is_complete() && *error) std::rethrow_exception(*error);
   }
   bool wait(std::chrono::milliseconds) override {
@@ -44,6 +46,7 @@ struct EmuWork final : c10d::Work {
  private:
   int device_;
   Tensors outputs_;
+  Tensors inputs_; // kept until somebody waits, as NCCL's work does: a caller may let go of its input at once
 };
 
 Tensors aliases(const Tensors& v) {
@@ -142,7 +145,7 @@ class EmuBackend final : public c10d::Backend {
     int device = (outs.empty() ? ins : outs)[0].device().index();
     auto*& comm = streams_[device];
     if (!comm) comm = pool_stream(device);
-    auto work = c10::make_intrusive<EmuWork>(getRank(), type, device, outs);
+    auto work = c10::make_intrusive<EmuWork>(getRank(), type, device, outs, ins);
     stream_wait(comm, record_event(current_stream(device)));
     if (race::mode) {
       Touches touches;
