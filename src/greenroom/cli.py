@@ -221,8 +221,11 @@ def serve(
         raise _fail(str(error)) from None
     import torch
 
-    from greenroom.engine import Engine, Omni, OmniRanks
+    from greenroom.engine import serve_rank, start_engine, world_rank
 
+    if world_rank() > 0:
+        # Inside torchrun: the first rank listens, the others compute for it.
+        raise typer.Exit(serve_rank())
     if log_level not in LOG_LEVELS:
         raise _fail(str(ConfigError("--log-level", log_level, ", ".join(LOG_LEVELS))))
     try:
@@ -258,11 +261,7 @@ def serve(
         request_timeout=request_timeout,
     )
     try:
-        engine: Engine
-        if data_parallel_size > 1:
-            engine = OmniRanks(model, data_parallel_size=data_parallel_size, rank_timeout=rank_timeout, **words)
-        else:
-            engine = Omni(model, **words)
+        engine = start_engine(model, data_parallel_size=data_parallel_size, rank_timeout=rank_timeout, **words)
     except (GreenroomError, OSError, ImportError) as error:
         raise _fail(_told(error, memory_budget)) from None
     except torch.OutOfMemoryError as error:

@@ -7,9 +7,12 @@ from typing import TypeAlias
 
 from greenroom.engine.errors import DoesNotFit, QueueFull, RequestCancelled, RequestRefused, WorkerDied
 from greenroom.engine.figures import Figures
+from greenroom.engine.group import rank as world_rank
 from greenroom.engine.job import Job, OmniMetrics, OmniResult, Request
 from greenroom.engine.omni import EngineStatus, Omni, RankStatus
 from greenroom.engine.ranks.front import OmniRanks
+from greenroom.engine.ranks.start import start_engine
+from greenroom.engine.ranks.torchrun import serve_rank
 from greenroom.engine.sampling import OmniDiffusionSamplingParams, pipeline_parameters
 
 Engine: TypeAlias = Omni | OmniRanks
@@ -33,4 +36,7 @@ __all__ = [
     "RequestRefused",
     "WorkerDied",
     "pipeline_parameters",
+    "serve_rank",
+    "start_engine",
+    "world_rank",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -22,7 +23,7 @@ from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import QUEUED, RUNNING, Job, OmniResult, Request
 from greenroom.engine.omni import EngineStatus, RankStatus, find_device, generate_each
-from greenroom.engine.ranks import launch
+from greenroom.engine.ranks.launch import Launcher, Processes
 from greenroom.engine.ranks.link import GONE, READY, STARTING, Link
 from greenroom.engine.ranks.wire import (
     Answer,
@@ -37,10 +38,12 @@ from greenroom.engine.ranks.wire import (
     Submit,
 )
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
-from greenroom.errors import ConfigError, GreenroomError
+from greenroom.errors import ConfigError, GreenroomError, NotSupportedError
 from greenroom.handle import Report
 from greenroom.loading import LoadReport, check_dtype
 from greenroom.memory import Memory
+
+log = logging.getLogger("greenroom.ranks")
 
 # Seconds between two looks for cancellations, silent ranks and processes that should have ended.
 _LOOK = 0.1
@@ -79,6 +82,7 @@ class OmniRanks:
         data_parallel_size: the number of ranks.
         device: a kind of device, such as "cuda" or "emu"; rank i computes on the device with index i.
         max_queue: most requests that may wait; None for no limit.
+        launcher: how the ranks are started; None for processes of this host.
         rank_timeout: seconds without a sign of life after which a rank counts as dead, and that those which depend
             on a dead one get to end by themselves.
         **words: as for `Omni`.
@@ -98,6 +102,7 @@ class OmniRanks:
         max_queue: int | None = None,
         rank_timeout: float = 30.0,
         dtype: Any = None,
+        launcher: Launcher | None = None,
         **words: Any,
     ) -> None:
         if isinstance(data_parallel_size, bool) or not isinstance(data_parallel_size, int) or data_parallel_size < 1:
@@ -108,8 +113,13 @@ class OmniRanks:
             )
         self._config = _configuration(words)
         check_dtype(dtype)
-        devices = rank_devices(find_device(device), data_parallel_size)
-        self._begins = [Begin(os.fspath(model), {**words, "dtype": dtype, "device": device}) for device in devices]
+        if launcher is None:
+            devices: Sequence[Any] = rank_devices(find_device(device), data_parallel_size)
+            launcher = Processes(devices)
+        else:
+            devices = [device] * data_parallel_size  # each finds its own
+        self._launcher = launcher
+        self._begins = [Begin(os.fspath(model), {**words, "dtype": dtype, "device": each}) for each in devices]
         options = self._config.layer_options.values() if self._config is not None else ()
         # Ranks that gather need each other in every step; those that share host memory only need to start together.
         self._gathers = data_parallel_size > 1 and any(o.weight_transfer == "allgather" for o in options)
@@ -199,7 +209,7 @@ class OmniRanks:
     @property
     def device(self) -> str:
         """The devices, one for each rank."""
-        return ", ".join(begin.words["device"] for begin in self._begins)
+        return ", ".join(link.ready.device for link in self._links if link.ready is not None)
 
     @property
     def config(self) -> OffloadConfig | None:
@@ -307,6 +317,8 @@ class OmniRanks:
         with self._lock:
             if self._closed:
                 raise WorkerDied("the engine was shut down")
+            if not self._launcher.restartable:
+                raise NotSupportedError("these ranks were started from outside; have them started anew from there")
             dead = [link.rank for link in self._links if link.state == GONE]
         if not dead:
             return
@@ -353,7 +365,7 @@ class OmniRanks:
     def _figures_of(self, link: Link) -> Figures:
         known = self._figures.get(link.rank)
         if known is None:
-            known = Figures(rank=None, device=self._begins[link.rank].words["device"], alive=False)
+            known = Figures(rank=None, device=str(self._begins[link.rank].words["device"]), alive=False)
         alive = link.state == READY
         if not alive:
             known = replace(known, allocated=0, report=None)
@@ -390,6 +402,27 @@ class OmniRanks:
     # ------------------------------------------------------------------ the front's thread
 
     def _main(self) -> None:
+        try:
+            self._front()
+        except BaseException as error:
+            # Nobody may wait for a front that is no more.
+            log.exception("the front of the ranks has failed")
+            with self._lock:
+                self._closed = self._stops_sent = True
+                for link in self._links:
+                    self._lose(link, f"the front has failed: {error}")
+                    link.kill()
+                self._fail_waiting()
+                orders = [order.future for order in self._orders]
+                for future in (*orders, self._starting, self._wanted and self._wanted[1]):
+                    if future is not None and not future.done():
+                        future.set_exception(WorkerDied(f"the front of the ranks has failed: {error}"))
+                self._forced = True
+                self._closing = self._closing or Future()
+        assert self._closing is not None
+        self._closing.set_result(not self._forced)
+
+    def _front(self) -> None:
         while True:
             try:
                 item = self._inbox.get(timeout=_LOOK)
@@ -400,13 +433,16 @@ class OmniRanks:
                     self._hear(*item)
                 self._watch()
                 if self._wanted is not None and not any(self._links[r].job for r in self._wanted[0] if self._links):
-                    self._begin(*self._wanted)
-                    self._wanted = None
+                    (ranks, future), self._wanted = self._wanted, None
+                    try:
+                        self._begin(ranks, future)
+                    except Exception as error:
+                        self._starting = None
+                        future.set_exception(error)
                 self._carry_out_orders()
                 self._hand_out()
                 if self._closing is not None and self._close():
-                    break
-        self._closing.set_result(not self._forced)
+                    return
 
     def _begin(self, ranks: Sequence[int], future: Future[None]) -> None:
         """Starts processes; runs on this thread, which outlives them: see Note [No orphans] in `rank.py`."""
@@ -416,17 +452,12 @@ class OmniRanks:
                 self._lose(link, "it is started anew")
         self._leaving = [link for link in [*self._leaving, *self._links] if not link.ended]
         kept = {link.rank: link for link in self._links if link.rank not in ranks}
-        self._rendezvous = launch.Rendezvous()
+        self._launcher.begin()
         fresh = {rank: self._launch(rank) for rank in ranks}
         self._links = [fresh.get(rank) or kept[rank] for rank in range(len(self._begins))]
 
     def _launch(self, rank: int) -> Link:
-        world = len(self._begins)
-        environment = self._rendezvous.environment(rank, world)
-        if self._begins[rank].words["device"].startswith("emu"):
-            # Each process has emulated devices of its own, as many as there are ranks.
-            environment["EMU_DEVICE_COUNT"] = str(max(world, int(os.environ.get("EMU_DEVICE_COUNT", "2"))))
-        launched = launch.start(environment)
+        launched = self._launcher.launch(rank)
         link = Link(rank, launched.connection, self._inbox, launched.process)
         link.wire.send(self._begins[rank])
         return link

@@ -6,10 +6,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore
 
@@ -18,10 +18,57 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Launched:
-    """A process that was started, and the front's end of the connection to it."""
+    """The front's end of a connection to a rank, and its process where this one started it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
     connection: Connection
+
+
+class Launcher(Protocol):
+    """How ranks come to be."""
+
+    restartable: bool
+    """Whether `begin` may be called again, for other ranks in place of dead ones."""
+
+    def begin(self) -> None:
+        """Prepares a start."""
+
+    def launch(self, rank: int) -> Launched:
+        """Starts a rank, or finds it, after `begin`."""
+
+
+class Processes:
+    """Ranks as processes of this host, which this process starts.
+
+    Args:
+        devices: the device of each rank.
+    """
+
+    restartable = True
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self._devices = devices
+        self._rendezvous: Rendezvous | None = None
+
+    def begin(self) -> None:
+        self._rendezvous = Rendezvous()
+
+    def launch(self, rank: int) -> Launched:
+        """Starts a rank. The caller's thread must outlive it: see Note [No orphans] in `rank.py`."""
+        assert self._rendezvous is not None
+        environment = self._rendezvous.environment(rank, len(self._devices))
+        if self._devices[rank].startswith("emu"):
+            # Each process has emulated devices of its own, as many as there are ranks.
+            environment["EMU_DEVICE_COUNT"] = str(max(len(self._devices), int(os.environ.get("EMU_DEVICE_COUNT", "2"))))
+        mine, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "greenroom.engine.ranks.rank", str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, **environment},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        return Launched(process, Connection(mine.detach()))
 
 
 class Rendezvous:
@@ -51,16 +98,3 @@ class Rendezvous:
             # All are on this host, whose own name may not resolve.
             found["GLOO_SOCKET_IFNAME"] = "lo"
         return found
-
-
-def start(environment: Mapping[str, str]) -> Launched:
-    """Starts a rank. The caller's thread must outlive it: see Note [No orphans] in `rank.py`."""
-    mine, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "greenroom.engine.ranks.rank", str(theirs.fileno()), str(os.getpid())],
-            env={**os.environ, **environment},
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-        )
-    return Launched(process, Connection(mine.detach()))
