@@ -50,19 +50,19 @@ class _Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def view(self, slab: torch.Tensor) -> torch.Tensor:
-        flat = slab[self.offset : self.offset + self.span].view(self.dtype)
+    def view(self, slab: torch.Tensor, at: int = 0) -> torch.Tensor:
+        """The tensor in `slab`, or in the part of it that begins at byte `at`."""
+        flat = slab[self.offset - at : self.offset - at + self.span].view(self.dtype)
         return flat.as_strided(self.size, self.stride)
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the byte after the last that `tensor` touches in its storage."""
-    if tensor.numel() == 0:
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        return start, start
-    start = int(tensor.storage_offset())
+    start, count, itemsize = int(tensor.storage_offset()), int(tensor.numel()), tensor.element_size()
+    if count == 0 or tensor.is_contiguous():
+        return start * itemsize, (start + count) * itemsize
     stop = start + 1 + sum((int(n) - 1) * int(s) for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-    return start * tensor.element_size(), stop * tensor.element_size()
+    return start * itemsize, stop * itemsize
 
 
 def alias_groups(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -80,6 +80,9 @@ def alias_groups(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
             key = (str(tensor.device), tensor.untyped_storage().data_ptr())
             by_storage.setdefault(key, []).append(tensor)
     for sharing in by_storage.values():
+        if len(sharing) == 1:  # nearly always
+            groups.append(sharing)
+            continue
         sharing.sort(key=extent)
         end = -1
         for tensor in sharing:
@@ -102,7 +105,8 @@ def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that `tensors` hold, shared bytes counted once."""
     total = 0
     for group in alias_groups(tensors):
-        total += max(extent(t)[1] for t in group) - min(extent(t)[0] for t in group)
+        starts, stops = zip(*map(extent, group), strict=True)
+        total += max(stops) - min(starts)
     return total
 
 
@@ -234,7 +238,7 @@ class HostUnit:
             shared: other memory with the same values, which copies to the device read instead; see `source`.
         """
         with torch.inference_mode(False), torch.no_grad():
-            views = self.views(slab)
+            views = self._views_apart(slab)
             self._origin = [t.device for t in self.tensors]
             self.master, self.pinned = slab, pinned
             self.shared, self.diverged = shared, False
@@ -263,6 +267,22 @@ class HostUnit:
         self._lay_out(alias_groups(tensors))
         self.layout += 1
         self.versioned = not any(t.is_inference() for t in self.tensors)
+
+    def _views_apart(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors as views of a master, those that share no bytes with a storage of their own over their place.
+
+        Whoever saves or pickles some of them would write the whole slab otherwise, and `torch.save` refuses a storage
+        that is read with two dtypes.
+        """
+        views: dict[int, torch.Tensor] = {}
+        memory = slab.numpy()
+        for offset, span, members in self._groups:
+            for i in members:
+                with torch.inference_mode(self.tensors[i].is_inference()):
+                    if i == members[0]:
+                        own = torch.from_numpy(memory[offset : offset + span])
+                    views[i] = self._places[i].view(own, at=offset)
+        return [views[i] for i in range(len(self.tensors))]
 
     def _set_master_views(self, views: list[torch.Tensor]) -> None:
         self._master_views = views
@@ -305,14 +325,13 @@ class HostUnit:
             start, stop = extent(tensor)
             at = tensor.data_ptr() - slab.data_ptr()
             place = _Place(at, stop - start, tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()))
-            groups = (
-                members for offset, span, members in self._groups if offset <= at and at + place.span <= offset + span
-            )
-            members = next(groups, None)
+            over = (g for g in self._groups if g[0] <= at and at + place.span <= g[0] + g[1])
+            offset, span, members = next(over, (0, 0, []))
             if not members:
                 continue
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                view = place.view(_in_this_mode(self.master))
+                storage = self._master_views[members[0]].untyped_storage()
+                view = place.view(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (span,), (1,)), at=offset)
                 tensor.data = view
             members.append(len(self.tensors))
             self.tensors.append(tensor)
@@ -336,7 +355,8 @@ class HostUnit:
         if not self.versioned:
             # A tensor made under inference_mode may only stand for memory that was, too.
             with torch.inference_mode():
-                flat = _in_this_mode(slab)
+                flat = torch.empty(0, dtype=torch.uint8, device=slab.device)
+                flat.set_(slab.untyped_storage(), slab.storage_offset(), slab.size(), slab.stride())
                 for i, tensor in enumerate(self.tensors):
                     if tensor.is_inference():
                         views[i] = self._places[i].view(flat)
@@ -448,7 +468,7 @@ class HostUnit:
         self._lay_out(alias_groups(stand_ins))
         order = self.tensors
         slab = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
-        views = self.views(slab)
+        views = self._views_apart(slab)
         for view, stand_in in zip(views, order, strict=True):
             view.copy_(stand_in)
         self.tensors = [by_stand_in[id(s)] for s in order]
@@ -463,12 +483,6 @@ def bytes_of(group: list[torch.Tensor]) -> torch.Tensor:
     start, stop = min(extent(t)[0] for t in group), max(extent(t)[1] for t in group)
     flat = torch.empty(0, dtype=torch.uint8, device=group[0].device)
     return flat.set_(group[0].untyped_storage(), start, (stop - start,), (1,))
-
-
-def _in_this_mode(slab: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a tensor that belongs to the mode, inference or not, that is on now."""
-    flat = torch.empty(0, dtype=torch.uint8, device=slab.device)
-    return flat.set_(slab.untyped_storage(), slab.storage_offset(), slab.size(), slab.stride())
 
 
 def _equal(there: torch.Tensor, here: torch.Tensor) -> bool:

@@ -155,18 +155,19 @@ def test_any_number_of_resident_blocks(emu: ModuleType, resident: int) -> None:
         handle = greenroom.offload(pipe, config, device="emu")
         x, context = x.to("emu"), {"embeds": [context["embeds"][0].to("emu")]}
         emu.set_bandwidth(SLOW_BUS)
-        for turn in range(6):
-            misses = handle.report().misses
-            emu.synchronize()
-            emu.reset_counters()
+        pipe.transformer(x, context)
+        emu.synchronize()
+        emu.reset_counters()
+        before = handle.report().misses
+        passes = 12
+        for _ in range(passes):
             assert torch.equal(pipe.transformer(x, context).cpu(), expected)
-            emu.synchronize()
-            (dit,) = handle.report().components
-            assert dit.streamed_blocks == 7 - resident
-            if turn > 2:  # what is fetched ahead has settled
-                assert emu.counters()["h2d_bytes"] == dit.moved
-                assert emu.counters()["h2d_count"] == dit.streamed_blocks
-                assert handle.report().misses == misses
+        emu.synchronize()
+        report = handle.report()
+        assert report.components[0].streamed_blocks == 7 - resident
+        # What is fetched ahead when counting begins and ends differs by less than the arena holds.
+        assert abs(emu.counters()["h2d_bytes"] - passes * report.components[0].moved) <= report.arena
+        assert report.misses == before
 
 
 # ---------------------------------------------------------------------- copies that land late

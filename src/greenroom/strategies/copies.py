@@ -1,4 +1,4 @@
-"""A deep copy of an offloaded component: a plain module of its own, whole, on the host.
+"""What is taken of an offloaded component is whole: a deep copy, and its state.
 
 Note [A copy is never half there]
     Python copies a module tensor by tensor, each where it happens to be: some on the device, most on the host. So
@@ -39,7 +39,24 @@ def copy_component(module: nn.Module, state: dict[str, Any], memo: dict[int, Any
     return twin
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+def whole_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Gives `state_dict()` values that stand by themselves: those that lie packed on the device are copied to the host.
+
+    `torch.save` refuses one storage that is read with two dtypes, and would write all of it for each tensor in it.
+    """
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    for name, value in state.items():
+        on_device = type(value) is torch.Tensor and value.device.type not in ("cpu", "meta")
+        if not name.startswith(prefix) or not on_device or not movable(value):
+            continue
+        if value.untyped_storage().nbytes() > value.nbytes:
+            key = (value.data_ptr(), value.dtype, value.size(), value.stride())
+            if key not in copies:
+                copies[key] = value.cpu()
+            state[name] = copies[key]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks")
 
 
 def _ours(hook: Any) -> bool:

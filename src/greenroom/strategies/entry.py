@@ -32,7 +32,7 @@ from greenroom.errors import OffloadError
 from greenroom.host import module_tensors
 from greenroom.strategies.brackets import Bracket
 from greenroom.strategies.calls import asking_pipeline
-from greenroom.strategies.copies import copy_component
+from greenroom.strategies.copies import copy_component, whole_state
 
 # Methods that compute. Setters and switches (enable_tiling, set_attn_processor) are none of our business.
 _COMPUTES = re.compile(
@@ -163,6 +163,7 @@ class Door:
         if other is not None:
             self._put(module, "enable_group_offload", other, self._refuse_group_offload)
         self._put(module, "compile", type(module).compile, self._compile)
+        self._handles.append(_StateHook(module))
         if not hasattr(module, "__deepcopy__"):
             self._put(module, "__deepcopy__", _copied, self._copy)
         if self.on_out_of_memory is not None and not self._forward.compiled:
@@ -351,6 +352,13 @@ class Door:
                 traceback.clear_frames(error.__traceback__)
                 failure = error.with_traceback(None)
             self.on_out_of_memory(failure)
+
+
+class _StateHook:
+    def __init__(self, module: nn.Module) -> None:
+        self.remove = module.register_state_dict_post_hook(whole_state).remove
+
+    def settle(self) -> None: ...
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
