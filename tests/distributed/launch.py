@@ -65,6 +65,7 @@ class Started:
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
                 "EMU_DEVICE_COUNT": str(size),
+                "PYTHONPATH": str(HERE.parent / "core"),
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "lo",
                 "GREENROOM_RANKS_TIMEOUT": "30",

@@ -10,17 +10,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-faulthandler.enable()
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
 import torch
 import torch.distributed as dist
 import toys
 
 import greenroom
-import greenroom.emulator  # noqa: F401
+import greenroom.emulator
+from greenroom import testing
 
 emu: Any = torch.emu
+faulthandler.enable()
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = f"emu:{RANK}"
 
@@ -37,6 +36,7 @@ WORDS = {
     "allgather": layer("allgather"),
     "allgather encoders": layer("allgather", encoder="allgather"),
     "allgather residents": layer("allgather", residents=3),
+    "allgather one resident": layer("allgather", residents=1),
     "rank-local": layer("rank-local", encoder="rank-local"),
     "rank-local residents": layer("rank-local", residents=3),
     "mixed": layer("allgather", encoder="rank-local"),
@@ -46,6 +46,7 @@ WORDS = {
 
 def same_bits() -> Any:
     """A pipeline of odd sizes and mixed dtypes, under every transfer; every rank with a seed of its own."""
+    connect()
     pipe = toys.Pipeline()
     expected = [pipe(seed=RANK), pipe(seed=RANK + 10)]
     weights = {n: t.clone() for n, t in toys.tensors(pipe).items()}
@@ -62,13 +63,36 @@ def same_bits() -> Any:
     return True
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error", RuntimeWarning)
+def architecture(name: str, dtype: str) -> Any:
+    """A tiny pipeline of one architecture under every transfer; every rank with a request of its own."""
+    # Before the ranks meet: with a process group, transformers saves on its first rank only.
+    pipe = testing.build_pipeline(name, dtype=getattr(torch, dtype))
+    connect()
+    expected = testing.run(pipe, name, seed=RANK)
+    both = ("allgather encoders", "allgather one resident", "rank-local", "mixed", "mixed other")
+    only_dit = ("allgather", "allgather one resident", "rank-local residents")
+    for words_name in both if getattr(pipe, "text_encoder", None) is not None else only_dit:
+        handle = greenroom.offload(pipe, WORDS[words_name], device=DEVICE)
+        for i in range(2):
+            assert torch.equal(testing.run(pipe, name, seed=RANK), expected), (words_name, i)
+        standing = handle.ranks
+        assert standing.broken is None
+        assert (standing.passes > 0) == ("rank-local" not in words_name), words_name
+        handle.disable()
+    assert torch.equal(testing.run(pipe, name, seed=RANK), expected)
+    return True
+
+
+def connect() -> None:
     dist.init_process_group("cpu:gloo,emu:emu_gloo", rank=RANK, world_size=SIZE)
     emu.set_device(RANK)
     emu.set_poison(True)
     emu.set_race_check("raise")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", RuntimeWarning)
     scenario = globals()[sys.argv[1]]
     result = scenario(*sys.argv[2:])
     emu.synchronize()
