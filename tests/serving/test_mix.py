@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -18,8 +17,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
+from command_line import command
 from test_http import ROUTE, drawn
 
 from conftest import STRATEGIES, serving
@@ -133,35 +132,6 @@ def test_a_short_mix(emu: Any) -> None:
     with serving(omni, ServerSettings(shutdown_timeout=5)) as live:
         outcomes, health = mixed(live.url, 40, 8, random.Random(1))
     check(outcomes, health, 40, 4)
-
-
-@contextlib.contextmanager
-def command(*words: str) -> Iterator[tuple[str, psutil.Process]]:
-    """`greenroom serve` as people start it, in a process of its own; always stopped."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    program = [sys.executable, "-c", "from greenroom.cli import main; main()", "serve", *words, "--port", str(port)]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        limit = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
-                    break
-            if process.poll() is not None or time.monotonic() > limit:
-                raise AssertionError(f"the server did not start: {process.stdout.read() if process.stdout else ''}")
-            time.sleep(0.1)
-        yield url, psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
 
 
 WORDS: dict[str, tuple[str, ...]] = {
