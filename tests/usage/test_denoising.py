@@ -13,7 +13,9 @@ import torch
 from diffusers.hooks import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
+    MagCacheConfig,
     PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
 )
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 from ways import builder, draw, every_way, offload, runner, same_story
@@ -328,9 +330,25 @@ def faster(pipe: Any) -> Any:
     )
 
 
+def magnitudes(pipe: Any) -> Any:
+    return MagCacheConfig(threshold=0.9, retention_ratio=0.1, num_inference_steps=6, mag_ratios=[1.0] * 6)
+
+
+def taylor(pipe: Any) -> Any:
+    return TaylorSeerCacheConfig(
+        cache_interval=3,
+        disable_cache_before_step=1,
+        taylor_factors_dtype=torch.float32,
+        cache_identifiers=[r".*blocks\.\d+\.attn1"],
+    )
+
+
+CACHES = {"first block": first_block, "pyramid": pyramid, "faster": faster, "magnitudes": magnitudes, "taylor": taylor}
+
+
 @every_way
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("cache", [first_block, pyramid, faster], ids=["first block", "pyramid", "faster"])
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
 def test_step_caches(emu: ModuleType, cache: Callable[[Any], Any], when: str, way: str) -> None:
     """Caches of diffusers skip blocks, or parts of them, in some steps."""
     run = runner("wan22_t2v")

@@ -14,6 +14,8 @@ import torch
 from diffusers import (
     ControlNetModel,
     DiffusionPipeline,
+    SD3ControlNetModel,
+    StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
     StableDiffusionXLControlNetPipeline,
@@ -21,7 +23,7 @@ from diffusers import (
     StableDiffusionXLInpaintPipeline,
 )
 from PIL import Image
-from ways import WAYS, draw, every_way, modules, offload, runner, words_for
+from ways import WAYS, draw, every_way, modules, offload, runner, same_story, words_for
 
 import greenroom
 from greenroom import OffloadConfig, OffloadError, TopologyError, testing
@@ -105,6 +107,24 @@ def controlled(base: Any) -> Any:
     pipe = StableDiffusionXLControlNetPipeline(**base.components, controlnet=net, add_watermarker=False)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+@every_way
+def test_a_controlnet_beside_an_offloaded_dit(emu: ModuleType, way: str) -> None:
+    def build() -> Any:
+        base = testing.build_pipeline("sd3")
+        net = SD3ControlNetModel.from_transformer(base.transformer, num_layers=3, num_extra_conditioning_channels=0)
+        testing.randomise(net.eval(), seed=9)
+        pipe = StableDiffusion3ControlNetPipeline(**base.components, controlnet=net)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def story(pipe: Any) -> Any:
+        for strength in (0.8, 0.0, 0.8):
+            torch.manual_seed(7)  # this pipeline encodes the picture with noise of the global generator
+            yield draw(pipe, **CALL, control_image=PICTURE, controlnet_conditioning_scale=strength)
+
+    same_story(build, story, way, chapters=2)
 
 
 @every_way
