@@ -185,6 +185,7 @@ def test_an_exception_in_a_block_fails_its_request_alone(served: Served, faults:
     assert health(served).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_idle_turns_health_red_and_can_be_replaced(served: Served, expected: Any) -> None:
     pids = served.pids()
     os.kill(pids[1], signal.SIGKILL)
@@ -219,6 +220,7 @@ def test_a_rank_that_is_killed_while_it_serves_fails_its_request_alone(
     assert np.array_equal(drawn(next(a for a in answers if a.status_code == 200)), expected(8))
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_answering_is_given_up(served: Served) -> None:
     pid = served.pids()[1]
     os.kill(pid, signal.SIGSTOP)
@@ -238,6 +240,7 @@ def test_words_are_checked_before_anything_is_started(served: Served) -> None:
         OmniRanks(object(), data_parallel_size=2, device="emu")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_start_say_why_and_leave_nothing(served: Served) -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="nowhere"):
@@ -245,6 +248,7 @@ def test_ranks_that_cannot_start_say_why_and_leave_nothing(served: Served) -> No
     until(lambda: threading.active_count() <= threads)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_it_starts_is_an_error(served: Served) -> None:
     found: list[BaseException] = []
     before = set(_children())
@@ -272,13 +276,14 @@ def _children() -> list[int]:
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    if b"greenroom.engine.ranks.rank" in file.read() and alive(int(entry)):
+                    if b"greenroom.engine.ranks\0" in file.read() and alive(int(entry)):
                         found.append(int(entry))
             except OSError:
                 continue
     return found
 
 
+@pytest.mark.slow
 def test_shutdown_gives_running_requests_up_and_is_quick(emu: Any, faults: Faults) -> None:
     omni = OmniRanks(checkpoint_path(), data_parallel_size=1, device="emu", **LAYER)
     faults.plant(0, "slow 0.05")

@@ -467,6 +467,7 @@ class OmniRanks:
     def _hear(self, link: Link, message: Any) -> None:
         link.seen_at, link.heard = time.monotonic(), True
         if message is None:
+            link.closed = True
             self._lose(link, link.exit_words())
         elif link.state == GONE:
             return  # given up already: see Note [An answer belongs to its question] in link.py
@@ -508,7 +509,7 @@ class OmniRanks:
         job, link.job = link.job, None
         expected = self._stops_sent
         link.gone(None if expected else cause)
-        if not expected:
+        if not (expected and link.closed):
             link.kill()
         if job is not None:
             if expected or self._closed:

@@ -63,7 +63,7 @@ class Processes:
         mine, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "greenroom.engine.ranks.rank", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "greenroom.engine.ranks", str(theirs.fileno()), str(os.getpid())],
                 env={**os.environ, **environment},
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,

@@ -51,6 +51,7 @@ class Link:
         self.heard = False
         self.kill_at: float | None = None
         self.killed = False
+        self.closed = False
         self._asked: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._inbox = inbox

@@ -1,4 +1,4 @@
-"""One rank: an engine of its own, told what to do by the front. `python -m greenroom.engine.ranks.rank FD PARENT`."""
+"""One rank: an engine of its own, told what to do by the front."""
 
 from __future__ import annotations
 
@@ -197,11 +197,3 @@ def main(arguments: list[str]) -> int:
     except EOFError:
         return 1
     return Rank(wire, begin).run()
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A thread that is stuck in a computation, or in a collective that never ends, must not keep the process.
-    os._exit(status)
