@@ -373,6 +373,8 @@ def _unmovable(tensors: list[torch.Tensor]) -> str:
 def report_of(runtime: Runtime) -> Report:
     components = []
     arena = runtime.layout.arena_bytes if runtime.asleep else runtime.stream.arena_bytes
+    if runtime.sharing is not None:
+        arena += runtime.sharing.device_bytes
     always = arena + runtime.shared_bytes
     phases: dict[str, int] = {}
     for part in runtime.parts:

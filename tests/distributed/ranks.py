@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import toys
+from torch import nn
 
 import greenroom
 import greenroom.emulator
@@ -81,6 +86,83 @@ def architecture(name: str, dtype: str) -> Any:
         handle.disable()
     assert torch.equal(testing.run(pipe, name, seed=RANK), expected)
     return True
+
+
+class Wide(nn.Module):
+    """Blocks of a mebibyte or so, of two sizes, neither divisible by the number of ranks."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.transformer_blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width + 1 + i % 2), nn.Linear(width + 1 + i % 2, width))
+            for i in range(blocks)
+        )
+
+    _layerwise_offload_blocks_attrs: ClassVar = ["transformer_blocks"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.transformer_blocks:
+            x = x + block(x)
+        return x
+
+
+def wide(width: int = 1024, blocks: int = 16) -> Any:
+    torch.manual_seed(0)
+    return SimpleNamespace(transformer=Wide(width, blocks).eval())
+
+
+def host_bytes() -> tuple[int, int]:
+    """Bytes of this process's own memory, the emulated device's left out, and of shared memory, its part of it."""
+    gc.collect()
+    emu.empty_cache()
+    ctypes.CDLL(None).malloc_trim(0)
+    text = Path("/proc/self/smaps_rollup").read_text()
+    own, shared = (int(re.search(rf"{name}:\s+(\d+) kB", text)[1]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
+    return own - emu.memory_reserved(), shared
+
+
+@torch.no_grad()
+def counters(transfer: str, residents: str) -> Any:
+    """What a step copies, what is on the device, what the host keeps; all in bytes."""
+    connect()
+    words = layer(transfer, residents=int(residents)) if transfer != "alone" else {"mode": "layer"}
+    x = torch.randn(1, 8, 1024)
+    small = wide(blocks=3)  # what the libraries need for themselves is there after one offload
+    handle = greenroom.offload(small, {"mode": "layer"} if transfer == "alone" else layer(transfer), device=DEVICE)
+    small.transformer(x)
+    handle.disable()
+    del small, handle
+    dist.barrier()
+    own, _ = host_bytes()
+    device = emu.memory_allocated()
+    pipe = wide(blocks=24)
+    handle = greenroom.offload(pipe, words, device=DEVICE)
+    dist.barrier()
+    own_now, shared = host_bytes()
+    device = emu.memory_allocated() - device
+    first = pipe.transformer(x).cpu()
+    dist.barrier()
+    before, passes = handle.report().copied, handle.ranks.passes
+    for _ in range(4):
+        assert torch.equal(pipe.transformer(x).cpu(), first)
+    report, passes = handle.report(), handle.ranks.passes - passes
+    dist.barrier()
+    handle.disable()
+    assert torch.equal(pipe.transformer(x), first)
+    return {
+        "weights": toys.nbytes(pipe.transformer),
+        "blocks": [toys.nbytes(b) for b in pipe.transformer.transformer_blocks],
+        "copied": report.copied - before,
+        "passes": passes,
+        "device": device,
+        "own": own_now - own,
+        "shared": shared,
+        "misses": report.misses,
+        "pinned": report.pinned,
+        "arena": report.arena,
+    }
 
 
 def connect() -> None:

@@ -13,6 +13,7 @@ Note [Shared bytes are never written after they were filled]
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import warnings
@@ -124,6 +125,7 @@ class SharedMasters:
                     self._units[k].take(private, pinned=False, shared=shared)
                     yield self._units[k]
                 waiting, filled = [], 0
+        _give_freed_memory_back()
 
     def _slabs(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         start, nbytes = self._starts[i], self._units[i].nbytes
@@ -173,6 +175,12 @@ class SharedMasters:
             finalizer()
         self._pinned.clear()
         self._shared = self._private = None
+
+
+def _give_freed_memory_back() -> None:
+    """What the tensors had before is free by now; the C library would keep most of it for itself."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory(nbytes: int) -> int:

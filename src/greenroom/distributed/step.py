@@ -144,6 +144,12 @@ class Conductor:
         self._granted, self._ended, self._want = False, True, _NOTHING
         self._changed.notify_all()
 
+    def expect(self) -> None:
+        """A call begins on this rank, which will want a pass before long."""
+        with self._changed:
+            self._soon = time.monotonic() + _FIRST
+            self._changed.notify_all()
+
     def elsewhere(self) -> None:
         """This rank is not about to run another forward of the component that it ran last."""
         if self._soon:

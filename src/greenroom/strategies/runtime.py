@@ -667,6 +667,8 @@ class Runtime:
             if not any(known() is pipeline for known in self.pipelines):
                 self.serve(pipeline)
         keep_out_of_graphs()
+        if self.sharing is not None and not self._in_call:
+            self.sharing.expect()
         self._in_call = True
         for part in self.parts:
             part.noticed = False

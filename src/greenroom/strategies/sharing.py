@@ -149,6 +149,11 @@ class Sharing:
         if self.conductor is not None:
             self.conductor.end(track)
 
+    def expect(self) -> None:
+        """A call begins."""
+        if self.conductor is not None:
+            self.conductor.expect()
+
     def elsewhere(self) -> None:
         """This rank is not about to run a gathered component again."""
         if self.conductor is not None:
