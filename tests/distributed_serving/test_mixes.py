@@ -1,0 +1,105 @@
+"""Ranks under torchrun, each with requests of its own: all right, and never a hang, on one machine and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import shared_memory
+
+from greenroom import testing
+from greenroom.demo import checkpoint_path
+
+SCRIPT = Path(__file__).with_name("mix_rank.py")
+ALLGATHER = {"mode": "layer", "components": ["dit"], "layer_options": {"dit": {"weight_transfer": "allgather"}}}
+BOTH = {
+    "mode": "layer",
+    "components": ["dit", "text_encoder"],
+    "layer_options": {
+        "dit": {"weight_transfer": "allgather", "resident_layers": 2},
+        "text_encoder": {"weight_transfer": "rank-local"},
+    },
+}
+
+
+def torchrun(*arguments: Any, per_machine: int = 2, machines: int = 1, seconds: float = 300) -> None:
+    """Runs torchrun once on each "machine", an address of the loopback interface; a hang is an error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "EMU_DEVICE_COUNT": str(per_machine),
+        "GREENROOM_RANKS_TIMEOUT": "60",
+    }
+    started = []
+    for machine in range(machines):
+        words = ["--nnodes", str(machines), "--node-rank", str(machine), "--local-addr", f"127.0.0.{1 + machine}"]
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        started.append(
+            subprocess.Popen(
+                [*command, *words, str(SCRIPT), *map(str, arguments)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    outputs = []
+    try:
+        for process in started:
+            outputs.append(process.communicate(timeout=seconds)[0])
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                outputs.append(process.communicate()[0])
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output
+
+
+def run(tmp_path: Path, model: Path, mixes: int, config: dict[str, Any], **where: Any) -> list[dict[str, int]]:
+    before = shared_memory()
+    torchrun(model, mixes, tmp_path / "report", "--config", json.dumps(config), **where)
+    assert shared_memory() <= before
+    world = where.get("per_machine", 2) * where.get("machines", 1)
+    return [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(world)]
+
+
+def test_a_few_mixes_over_two_ranks(tmp_path: Path) -> None:
+    reports = run(tmp_path, checkpoint_path(), 6, ALLGATHER)
+    assert sum(r["right"] for r in reports) > 4 and [r["rank"] for r in reports] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_hundred_mixes(tmp_path: Path, ranks: int) -> None:
+    reports = run(tmp_path, checkpoint_path(), 100, ALLGATHER, per_machine=ranks, seconds=600)
+    for outcome, least in (("right", 60 * ranks), ("cancelled", 10 * ranks), ("refused", ranks)):
+        assert sum(r[outcome] for r in reports) >= least
+
+
+@pytest.mark.slow
+def test_mixes_of_a_model_with_two_experts(tmp_path: Path) -> None:
+    with testing.quiet():
+        testing.build_pipeline("wan22_t2v").save_pretrained(tmp_path / "wan")
+    reports = run(tmp_path, tmp_path / "wan", 12, BOTH, seconds=600)
+    assert all(r["right"] > 3 for r in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [ALLGATHER, BOTH], ids=["allgather", "both"])
+def test_two_machines(tmp_path: Path, config: dict[str, Any]) -> None:
+    reports = run(tmp_path, checkpoint_path(), 8, config, per_machine=1, machines=2)
+    assert [r["world"] for r in reports] == [2, 2] and all(r["right"] for r in reports)
