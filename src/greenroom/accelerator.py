@@ -178,7 +178,8 @@ class Accelerator:
             What unlocks it; that happens anyway when its storage goes.
 
         Raises:
-            RuntimeError: the system refused, or this device has no way to lock foreign memory.
+            RuntimeError: the system refused.
+            NotImplementedError: this device has no way to lock foreign memory.
         """
         address, nbytes = memory.data_ptr(), memory.nbytes
         if self.device.type == "cuda" and torch.version.hip is None:
@@ -189,7 +190,7 @@ class Accelerator:
         else:
             module: Any = None if self.is_cpu else torch.get_device_module(self.device)
             if not hasattr(module, "register_host"):
-                raise RuntimeError(f"memory that others allocated cannot be pinned for {self.device}")
+                raise NotImplementedError(f"memory that others allocated cannot be pinned for {self.device}")
             module.register_host(address, nbytes)
             unlock = module.unregister_host
         finalizer = weakref.finalize(memory.untyped_storage(), unlock, address)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import faulthandler
 import gc
 import json
 import os
+import random
 import re
+import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +25,6 @@ from torch import nn
 
 import greenroom
 import greenroom.emulator
-from greenroom import testing
 
 emu: Any = torch.emu
 faulthandler.enable()
@@ -70,6 +73,8 @@ def same_bits() -> Any:
 
 def architecture(name: str, dtype: str) -> Any:
     """A tiny pipeline of one architecture under every transfer; every rank with a request of its own."""
+    from greenroom import testing
+
     # Before the ranks meet: with a process group, transformers saves on its first rank only.
     pipe = testing.build_pipeline(name, dtype=getattr(torch, dtype))
     connect()
@@ -86,6 +91,218 @@ def architecture(name: str, dtype: str) -> Any:
         handle.disable()
     assert torch.equal(testing.run(pipe, name, seed=RANK), expected)
     return True
+
+
+class Cancelled(Exception):
+    pass
+
+
+class Requests(toys.Pipeline):
+    """A pipeline whose calls differ in everything that a request may choose."""
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        device: Any = "cpu",
+        steps: int = 4,
+        seed: int = 0,
+        guidance: bool = False,
+        length: int = 6,
+        fate: str = "",
+    ) -> torch.Tensor:
+        tokens = torch.arange(length)[None]
+        embeds = self.text_encoder(tokens) + self.text_encoder_2(tokens)
+        x = torch.randn(1, length, toys.WIDTH, generator=torch.Generator().manual_seed(seed)).to(device)
+        for step in range(steps):
+            dit = self.transformer if step < steps // 2 else self.transformer_2
+            order = None
+            if fate == "skips":
+                order = [i for i in range(7) if (i + step + seed) % 3]
+            elif fate == "shuffles":
+                order = [2, 0, 1, 1, 6, 5, 3, 4]
+            elif fate == "raises" and step == steps - 1:
+                order = [0, 1, 99]
+            made = dit(x, {"embeds": [embeds]}, order)
+            if guidance:
+                made = made + 0.5 * (made - dit(x, {"embeds": [embeds * 0]}, order))
+            x = made
+            if fate == "cancelled" and step == steps // 2:
+                self.maybe_free_model_hooks()
+                raise Cancelled
+        image = self.vae.decode(x - self.vae.bn.running_mean).cpu()
+        self.maybe_free_model_hooks()
+        return image
+
+
+def mixes(first: str, count: str) -> Any:
+    """Random mixes of requests: nobody waits for anybody, and every result is right."""
+    connect()
+    pipe = Requests()
+    plain = copy.deepcopy(pipe)
+    choices = ["allgather encoders", "allgather residents", "mixed"]
+    done, chosen = 0, ""
+    for mix in range(int(first), int(first) + int(count)):
+        dice = random.Random(mix)
+        if mix % 10 == 0 or not chosen:
+            chosen = choices[mix // 10 % len(choices)]
+            handle = greenroom.offload(pipe, WORDS[chosen], device=DEVICE)
+        for rank in range(SIZE):
+            for _ in range(dice.choice([0, 1, 1, 2])):  # a rank may have nothing to do
+                request = {
+                    "steps": dice.choice([0, 1, 2, 3, 5]),
+                    "seed": dice.randrange(100),
+                    "guidance": dice.random() < 0.5,
+                    "length": dice.choice([1, 6, 17]),
+                    "fate": dice.choice(["", "", "", "skips", "shuffles", "raises", "cancelled"]),
+                }
+                pause = dice.choice([0, 0, 0.02])
+                if rank != RANK:
+                    continue
+                time.sleep(pause)
+                try:
+                    made = pipe(DEVICE, **request)
+                except (Cancelled, IndexError):
+                    assert request["steps"] and request["fate"] in ("cancelled", "raises"), request
+                else:
+                    assert torch.equal(made, plain(**request)), (mix, request)
+                done += 1
+        assert handle.ranks.broken is None
+    handle.disable()
+    return done
+
+
+def expect_error(kind: Any, words: str, call: Any) -> str:
+    """The text of the error that `call` raises; raised within the time that ranks wait for each other."""
+    began = time.monotonic()
+    try:
+        call()
+    except kind as error:
+        assert re.search(words, str(error)), str(error)
+        assert time.monotonic() - began < 25
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} that says {words!r}")
+
+
+def failing_starts() -> Any:
+    """One rank fails to enable, or has something else than the others: an error on each, and nothing is changed."""
+    connect()
+    culprit = RANK == SIZE - 1
+    pipe = toys.Pipeline()
+    expected = pipe()
+    weights = {n: (t.data_ptr(), t.device) for n, t in toys.tensors(pipe).items()}
+    errors = []
+
+    def fails(name: str, words: str, mine: Any, config: Any, other: Any = None) -> None:
+        kind = greenroom.GreenroomError if not culprit else (greenroom.GreenroomError, RuntimeError)
+        target = other if culprit and other is not None else pipe
+        given = config if culprit or name != "words" else WORDS["allgather"]
+        errors.append(
+            expect_error(kind, mine if culprit else words, lambda: greenroom.offload(target, given, device=DEVICE))
+        )
+        for fault in (emu.fail_allocation, emu.fail_pin, emu.fail_copy):
+            fault(None)
+        assert not any(m._forward_hooks for c in pipe.components.values() for m in c.modules())
+        assert {n: t.device for n, t in toys.tensors(pipe).items()} == {n: d for n, (_, d) in weights.items()}
+        assert torch.equal(pipe(), expected), name
+
+    last = SIZE - 1
+    fails(
+        "words",
+        f"rank {last} failed: ConfigError",
+        "weight_transfer",
+        {"mode": "layer", "layer_options": {"dit": {"weight_transfer": "al"}}},
+    )
+    fails("words", "disagree about config", "disagree about config", WORDS["allgather residents"])
+    fails(
+        "words",
+        "disagree about .*weight_transfer",
+        "disagree",
+        WORDS["rank-local residents"] | {"layer_options": {"dit": {"weight_transfer": "rank-local"}}},
+    )
+    other = toys.Pipeline()
+    with torch.no_grad():
+        other.transformer.blocks[1].up.weight[3, 5] += 1
+        other.transformer.blocks[1].up.weight.mul_(1.5)
+    fails("weights", r"transformer.*blocks\.1", "disagree", WORDS["allgather"], other)
+    fails("blocks", "disagree about components.transformer", "disagree", WORDS["allgather"], toys.Pipeline(blocks=3))
+    other = toys.Pipeline()
+    del other.transformer_2
+    fails("component", "disagree about components.transformer_2", "disagree", WORDS["allgather"], other)
+    fails(
+        "component",
+        f"rank {last} failed: TopologyError",
+        "'dit' was asked for",
+        WORDS["allgather encoders"],
+        SimpleNamespace(text_encoder=other.text_encoder),
+    )
+    for k in (1, 4, 9):
+        if culprit:
+            emu.fail_allocation(k)
+        fails("memory", f"rank {last} failed: OutOfMemoryError", "", WORDS["allgather residents"])
+    for k in (1, 2, 3):
+        if culprit:
+            emu.fail_copy(k)
+        fails("copy", f"rank {last} failed: RuntimeError", "injected", WORDS["allgather encoders"])
+    for k in (1, 6):
+        if culprit:
+            emu.fail_pin(k)
+        fails("pin", f"rank {last} failed: RuntimeError", "injected", WORDS["allgather encoders"])
+    # After all this the ranks still find together.
+    handle = greenroom.offload(pipe, WORDS["allgather encoders"], device=DEVICE)
+    assert torch.equal(pipe(DEVICE), expected)
+    handle.disable()
+    return errors
+
+
+def absent() -> Any:
+    """One rank never comes."""
+    connect()
+    if RANK == SIZE - 1:
+        time.sleep(1)
+        return None
+    pipe = toys.Pipeline()
+    return expect_error(
+        greenroom.OffloadError,
+        f"rank {SIZE - 1} did not come",
+        lambda: greenroom.offload(pipe, WORDS["allgather"], device=DEVICE),
+    )
+
+
+def lost(how: str, after: str) -> Any:
+    """The last rank ends in the middle of a forward; the others are told, and get their weights back."""
+    connect()
+    pipe = Requests()
+    expected = pipe(steps=2)
+    handle = greenroom.offload(pipe, WORDS["allgather encoders"], device=DEVICE)
+    assert torch.equal(pipe(DEVICE, steps=2), expected)
+    print("enabled", flush=True)
+    if RANK == SIZE - 1:
+        left = int(after)
+
+        def end(module: Any, args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                print("ending", flush=True)
+                if how == "exit":
+                    os._exit(3)
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}[how])
+
+        for block in (*pipe.transformer.blocks, *pipe.text_encoder.layers):
+            block.up.register_forward_pre_hook(end)
+
+    def serve() -> None:
+        for _ in range(1000):
+            assert torch.equal(pipe(DEVICE, steps=2), expected)
+
+    text = expect_error(greenroom.OffloadError, "rank|gather", serve)
+    began = time.monotonic()
+    expect_error(greenroom.OffloadError, "not in step", lambda: pipe(DEVICE))
+    broken = handle.ranks.broken
+    handle.disable()
+    assert time.monotonic() - began < 10
+    assert torch.equal(pipe(steps=2), expected)
+    return [text, broken]
 
 
 class Wide(nn.Module):
@@ -147,6 +364,8 @@ def counters(transfer: str, residents: str) -> Any:
     before, passes = handle.report().copied, handle.ranks.passes
     for _ in range(4):
         assert torch.equal(pipe.transformer(x).cpu(), first)
+    dist.barrier()
+    time.sleep(0.5)  # the thread of the rank that was done first takes part in the last pass
     report, passes = handle.report(), handle.ranks.passes - passes
     dist.barrier()
     handle.disable()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from greenroom.errors import OffloadError
 
 
@@ -10,3 +12,9 @@ class RanksError(OffloadError):
 
     Raised on every rank that notices, within `Ranks.timeout` seconds.
     """
+
+
+def in_short(error: BaseException) -> str:
+    """The first sentence of an error's message, without the place in the source that torch puts before it."""
+    text = str(error).strip().split("\n")[0]
+    return re.sub(r"^(\[[^]]*\]\s*)+", "", text).split(". ")[0] or type(error).__name__

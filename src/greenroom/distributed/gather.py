@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from greenroom.distributed.errors import RanksError
+from greenroom.distributed.errors import RanksError, in_short
 from greenroom.host import references
 from greenroom.streaming import BlockStream, Copier, DeviceCopy, StreamedBlock, Track
 
@@ -256,7 +256,7 @@ class Gatherer:
                     with self.stream:
                         slot.work.wait()
                 except RuntimeError as error:
-                    raise RanksError(f"a gather failed: {error}") from error
+                    raise RanksError(f"a gather failed: {in_short(error)}") from error
 
     def _pump(self) -> None:
         """Begins gathers for as long as slots are free, up to the first blocks of the next pass."""
@@ -281,9 +281,12 @@ class Gatherer:
             self.stream.wait_event(slot.copied)
             if slot.used:
                 self.stream.wait_event(slot.free)
-            with self.stream:
-                slot.work = all_gather(whole, share, group=self.group, async_op=True)
-                slot.work.wait()  # of this stream, not of the host
+            try:
+                with self.stream:
+                    slot.work = all_gather(whole, share, group=self.group, async_op=True)
+                    slot.work.wait()  # of this stream, not of the host
+            except RuntimeError as error:
+                raise RanksError(f"a gather failed: {in_short(error)}") from error
             slot.ready.record(self.stream)
         self.gathered_bytes += whole.nbytes
         slot.filled, slot.used, slot.passed = True, False, False

@@ -115,6 +115,9 @@ class Meeting:
         try:
             self._store.wait([key], datetime.timedelta(seconds=self.seconds))
             found: dict[str, Any] = json.loads(self._store.get(key))
+        except dist.DistNetworkError as error:
+            self._over = True
+            raise RanksError(f"the store of the process group is gone, and with it a rank: {error}") from error
         except RuntimeError as error:
             self._over = True
             raise RanksError(

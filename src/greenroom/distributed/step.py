@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from greenroom.distributed.errors import RanksError
+from greenroom.distributed.errors import RanksError, in_short
 from greenroom.distributed.gather import Gatherer, all_gather
 from greenroom.distributed.ranks import HEARTBEAT, Ranks
 from greenroom.streaming import Track
@@ -197,7 +197,7 @@ class Conductor:
 
     def _break(self, error: BaseException) -> None:
         if self.broken is None:
-            self.broken = f"the ranks are not in step any more: {_words(error)}"
+            self.broken = f"the ranks are not in step any more: {in_short(error)}"
         self._over = True
         self._changed.notify_all()
 
@@ -257,7 +257,7 @@ class Conductor:
             all_gather(everybody, mine, group=self._votes)
         except (RuntimeError, ValueError) as error:
             raise RanksError(
-                f"a rank is gone, or did not answer within {self.ranks.timeout:g} s ({_words(error)})"
+                f"a rank is gone, or did not answer within {self.ranks.timeout:g} s ({in_short(error)})"
             ) from error
         return everybody.view(self.ranks.size, len(vote)).tolist()
 
@@ -274,10 +274,6 @@ class Conductor:
                 if found > score:
                     best, score = i, found
         return best
-
-
-def _words(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _finish_at_exit(conductor: Conductor) -> None:

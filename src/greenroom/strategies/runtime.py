@@ -231,8 +231,11 @@ class Runtime:
                 self.sharing.masters.pin(memory)
                 self.pinned_bytes += memory.nbytes
                 return True
+            except NotImplementedError:
+                self._unpinnable += memory.nbytes  # such devices copy through the staging ring
             except RuntimeError:
-                # Not every device can lock memory that processes share; there the staging ring is the way.
+                if self.config.pin_failure_policy == "fail":
+                    raise
                 self._unpinnable += memory.nbytes
         self.unpinned_bytes += memory.nbytes
         return False

@@ -79,7 +79,10 @@ class Sharing:
                 "blocks": len(part.blocks),
                 "weights": None
                 if part.name in self._sharded
-                else {u.name: [u.nbytes, _layout_of(u), _sample(u)] for u in part.units},
+                else {
+                    u.name: {"bytes": u.nbytes, "dtypes and shapes": _layout_of(u), "values, sampled": _sample(u)}
+                    for u in part.units
+                },
             }
         words = self.config.to_mapping()
         words.pop("pin_memory", None)
