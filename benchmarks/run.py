@@ -2,7 +2,7 @@
 
     python benchmarks/run.py [--quick] [NAME ...]
 
-Names: streaming, residency, budget, real_time, host_cost, enabling. Exits with 1 when a gate fails.
+Names: streaming, residency, budget, real_time, host_cost, enabling, distributed. Exits with 1 when a gate fails.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import torch
 
 import budget
+import distributed
 import enabling
 import host_cost
 import real_time
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "streaming": streaming.run,
     "residency": residency.run,
     "budget": budget.run,
+    "distributed": distributed.run,
     "real_time": real_time.run,
 }
 

@@ -24,12 +24,12 @@ __all__ = [
 ]
 
 Mode = Literal["module", "layer", "auto"]
-WeightTransfer = Literal["rank-local", "allgather"]
+WeightTransfer = Literal["rank-local", "allgather", "auto"]
 PinFailurePolicy = Literal["fail", "whole_block_fallback"]
 
 MODES = ("module", "layer", "auto")
 COMPONENTS = ("dit", "text_encoder", "vae")
-WEIGHT_TRANSFERS = ("rank-local", "allgather")
+WEIGHT_TRANSFERS = ("rank-local", "allgather", "auto")
 PIN_FAILURE_POLICIES = ("fail", "whole_block_fallback")
 
 # What leaves the device when nobody says: at module level the two that never work at the same time, and by
@@ -57,7 +57,8 @@ class LayerOptions:
 
     Attributes:
         weight_transfer: "rank-local": each rank copies a whole block from its host. "allgather": each rank
-            copies its share and the group gathers the block.
+            copies its share and the group gathers the block. "auto": the faster of the two, measured when the
+            offload is enabled.
         resident_layers: blocks that stay on the device (DiT only), spread over the depth.
     """
 
@@ -70,7 +71,7 @@ class LayerOptions:
     @property
     def distributed(self) -> bool:
         """Whether these options alone select the distributed machinery."""
-        return self.weight_transfer == "allgather" or self.resident_layers > 0
+        return self.weight_transfer != "rank-local" or self.resident_layers > 0
 
 
 @dataclass(frozen=True, init=False)

@@ -112,6 +112,7 @@ class Runtime:
         self.layout = Layout({})
         self.asleep = False
         """Set by `sleep`: nothing is on the device, and nobody may compute."""
+        self._aside: Part | None = None
         self.timings: dict[str, Timing] = {}
         """The latest forward of each part that was timed."""
         self._to_time: set[str] = set()
@@ -159,6 +160,8 @@ class Runtime:
         ]
         for part in self.parts:
             refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
+        if self.sharing is not None:
+            self.sharing.settle(self.accelerator, self.parts)
         shared = self.shared = HostUnit("shared between components", plan.shared)
         self.shared_bytes = shared.nbytes
         layout = (
@@ -514,6 +517,8 @@ class Runtime:
 
     def _enter(self, part: Part, door: str, inputs: Any) -> None:
         self.require_awake()
+        if part is self._aside:
+            return  # one method of the component has called another
         self._notice(part)
         if self.keeper is not None:
             self.keeper.entering(self, part, door, inputs)
@@ -544,6 +549,8 @@ class Runtime:
         self._prime(self.stream)
 
     def _leave(self, part: Part, door: str, failed: bool) -> None:
+        if part is self._aside:
+            return
         if part.track is not None:
             if door != "forward" and self._holds(part, door):
                 self.copier.unhold(part.track)
@@ -642,9 +649,11 @@ class Runtime:
         """Inside the block, `part` is off the device and without hooks on its blocks; it comes in when it is used."""
         self.unhook_blocks(part)
         self._take_out(part)
+        self._aside = part
         try:
             yield
         finally:
+            self._aside = None
             self._give_stream(part)
 
     def block_modules(self, part: Part) -> list[nn.Module | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from greenroom.distributed.gather import Gatherer, GatherStream
 from greenroom.distributed.ranks import Ranks, Standing, agree
 from greenroom.distributed.shared import SharedMasters
 from greenroom.distributed.step import Conductor, new_groups
+from greenroom.distributed.transfer import Speeds, faster, measure
 from greenroom.errors import ConfigError, NotSupportedError
 from greenroom.host import HostUnit
 from greenroom.strategies.layout import Layout
@@ -26,7 +28,7 @@ from greenroom.strategies.parts import Part
 from greenroom.streaming import Copier, StreamedBlock, Track
 from greenroom.topology import STREAM, ResolvedPlan
 
-ALLGATHER, RANK_LOCAL = "allgather", "rank-local"
+ALLGATHER, RANK_LOCAL, AUTO = "allgather", "rank-local", "auto"
 # Seconds that disable() waits for the other ranks, before it leaves the rest to the background.
 _PATIENCE = 2.0
 # Places at which a unit's bytes are compared between ranks.
@@ -58,13 +60,43 @@ class Sharing:
         }
         self._sharded = {c.name for c in plan.components if _refuse_sharded(c.name, c.module, self.transfers)}
         self._together = {c.name: m for c in plan.components if (m := _computing_together(c.module, ranks))}
+        self.speeds: Speeds | None = None
+        """What was measured to choose a transfer, where that was left open."""
         self.masters: SharedMasters | None = None
         self.gatherer: Gatherer | None = None
         self.stream: GatherStream | None = None
         self.conductor: Conductor | None = None
+        self._groups: tuple[Any, Any] | None = None
         self._streamed: dict[str, list[StreamedBlock]] = {}
 
     # ------------------------------------------------------------------ enabling
+
+    def settle(self, accelerator: Accelerator, parts: Sequence[Part]) -> None:
+        """Chooses the transfer of components whose words leave it open; equal on all ranks.
+
+        Raises:
+            RanksError: the ranks are not there, or do not have the same components.
+        """
+        open_ = [p for p in parts if self.transfers.get(p.name) == AUTO]
+        if agree(self.ranks, sorted(p.name for p in open_)) and open_:
+            widest = max(b.unit.nbytes for p in open_ for b in p.blocks)
+            total = sum(b.unit.nbytes for p in open_ for b in p.blocks)
+            agree(self.ranks, [widest, total])
+            speeds = measure(self.ranks, accelerator, self._new_groups()[1], widest)
+            self.speeds = speeds
+
+            def slowest(proposals: list[list[float]]) -> str:
+                # The forward of the slowest rank is everybody's.
+                worst = [max(p[i] for p in proposals) for i in range(3)]
+                return faster(Speeds(speeds.nbytes, *worst), total)
+
+            chosen = agree(self.ranks, [speeds.whole, speeds.share, speeds.gather], slowest)
+            self.transfers.update((p.name, chosen) for p in open_)
+
+    def _new_groups(self) -> tuple[Any, Any]:
+        if self._groups is None:
+            self._groups = new_groups(self.ranks)
+        return self._groups
 
     def agree(self, parts: Sequence[Part], layout: Layout) -> None:
         """Raises RanksError, on every rank, unless all have the same pipeline, weights, words and plan."""
@@ -136,7 +168,7 @@ class Sharing:
         self.ranks.meeting.answer("enabled", True)
         if self.gatherer is None:
             return
-        votes, self.gatherer.group = new_groups(self.ranks)
+        votes, self.gatherer.group = self._new_groups()
         names = [t.name for t in self.gatherer.tracks]
         together = {names.index(n): m for n, m in self._together.items() if n in names}
         self.conductor = Conductor(self.ranks, votes, self.gatherer, together)
@@ -224,10 +256,10 @@ def _refuse_sharded(name: str, module: torch.nn.Module, transfers: dict[str, str
             "fully_shard, whose weights the ranks then share by layer_options"
         )
     sharded = any(type(t).__name__ == "DTensor" for t in (*module.parameters(), *module.buffers()))
-    if sharded and transfers.get(name) == ALLGATHER:
+    if sharded and transfers.get(name) != RANK_LOCAL and name in transfers:
         raise ConfigError(
             "weight_transfer",
-            ALLGATHER,
+            transfers[name],
             f'"{RANK_LOCAL}" for {name}, whose parameters are DTensors: they are sharded over the ranks already',
         )
     return sharded
