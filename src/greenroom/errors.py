@@ -43,5 +43,9 @@ class NotSupportedError(GreenroomError, NotImplementedError):
     """A combination that is understood but not built. Raised before anything is touched."""
 
 
+class BudgetExceeded(GreenroomError, MemoryError):
+    """A call needs more device memory than the budget allows, with as little as possible of the weights beside it."""
+
+
 class OffloadError(GreenroomError, RuntimeError):
     """Something went wrong while enabling, running or disabling an offload."""

@@ -226,6 +226,24 @@ class Handle:
                 raise OffloadError("set_memory() was called from inside a component; call it between two calls")
             keeper.set_budget(runtime, budget)
 
+    def refuse_excess(self) -> None:
+        """From now on a call that the budget cannot hold raises BudgetExceeded, which says what would do.
+
+        Otherwise such a call is served with as little of the weights as possible, and a warning is given. Inputs
+        larger than any before are judged by an estimate from their shapes, which refuses what is certainly too much;
+        what turns out to be too much later is told by `raise_excess`. Nothing to do without a budget.
+        """
+        keeper = self._enabled_runtime().keeper
+        if isinstance(keeper, MemoryKeeper):
+            keeper.refuses = True
+
+    def raise_excess(self) -> None:
+        """Raises BudgetExceeded, once, where a call has turned out not to fit into the budget."""
+        keeper = self._enabled_runtime().keeper
+        if isinstance(keeper, MemoryKeeper) and keeper.excess is not None:
+            excess, keeper.excess = keeper.excess, None
+            raise excess
+
     def sleep(self) -> None:
         """Frees the device memory of the offload for others; weights stay where they are anyway, on the host.
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-
-from conftest import Live
+from live_server import Live
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from live_server import STRATEGIES, Live, serving
 from PIL import Image
 
-from conftest import STRATEGIES, Live, serving
 from greenroom import Omni
 from greenroom.demo import checkpoint_path
 from greenroom.serving import ServerSettings
@@ -299,6 +299,16 @@ def test_what_does_not_fit_is_told_with_what_would(own: Any, emu: Any) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "does_not_fit"
         assert "32x32" in answer.json()["error"]["message"]
         assert client.post(ROUTE, json=BODY).status_code == 200
+
+
+def test_what_the_budget_cannot_hold_is_told_with_what_would(emu: Any) -> None:
+    omni = Omni(checkpoint_path(), device="emu", memory_budget=6 * 2**20 + emu.memory_allocated())
+    with serving(omni) as live, live.client() as client:
+        first = drawn(client.post(ROUTE, json=BODY))
+        error = client.post(ROUTE, json={**BODY, "size": "640x480"})
+        assert error.status_code == 400 and error.json()["error"]["code"] == "does_not_fit"
+        assert "memory budget" in error.json()["error"]["message"] and "32x32" in error.json()["error"]["message"]
+        assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
 
 
 def test_sleep_and_wake(own: Any, emu: Any) -> None:

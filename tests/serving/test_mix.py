@@ -19,9 +19,9 @@ import httpx
 import numpy as np
 import pytest
 from command_line import command
+from live_server import STRATEGIES, serving
 from test_http import ROUTE, drawn
 
-from conftest import STRATEGIES, serving
 from greenroom import Omni
 from greenroom.demo import checkpoint_path
 from greenroom.serving import ServerSettings

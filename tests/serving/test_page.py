@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_server import Live, serving
 
-from conftest import Live, serving
 from greenroom import Omni
 from greenroom.demo import checkpoint_path
 from greenroom.serving import ServerSettings

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from live_server import STRATEGIES, Live, serving
 from PIL import Image
 from test_http import Blocked, png, until
 
-from conftest import STRATEGIES, Live, serving
 from greenroom import Omni
 from greenroom.serving import ServerSettings
 

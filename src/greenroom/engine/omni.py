@@ -381,10 +381,12 @@ class Omni:
         else:
             try:
                 self._handle = offload(self.pipeline, config, device=device)
+                self._handle.refuse_excess()
             except Exception:
                 if before is not None:
                     # A switch undoes the old offload first: what was refused must not leave nothing.
                     self._handle = offload(self.pipeline, before, device=device)
+                    self._handle.refuse_excess()
                     self._look()
                 raise
         self._look()

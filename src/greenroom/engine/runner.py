@@ -16,6 +16,7 @@ from greenroom.engine.errors import DoesNotFit, RequestRefused
 from greenroom.engine.job import Job, OmniMetrics, OmniResult
 from greenroom.engine.sampling import call_arguments
 from greenroom.engine.variants import Siblings, takes
+from greenroom.errors import BudgetExceeded
 from greenroom.handle import Handle
 from greenroom.memory import format_bytes
 
@@ -52,6 +53,9 @@ class Runner:
             return self._attempt(job, retries=0)
         except torch.OutOfMemoryError as error:
             _forget_frames(error)
+        except BudgetExceeded as error:
+            _forget_frames(error)
+            raise DoesNotFit(f"{error}; {self._fitted()}") from None
         except BaseException as error:
             # Whoever keeps the error must not keep what the pipeline had on the device.
             _forget_frames(error)
@@ -60,6 +64,9 @@ class Runner:
         self.accelerator.empty_cache()
         try:
             return self._attempt(job, retries=1)
+        except BudgetExceeded as error:
+            _forget_frames(error)
+            raise DoesNotFit(f"{error}; {self._fitted()}") from None
         except torch.OutOfMemoryError as error:
             _forget_frames(error)
             self.accelerator.empty_cache()
@@ -85,6 +92,8 @@ class Runner:
         try:
             with watch.attached(), torch.no_grad():
                 output = pipeline(**watch.arguments)
+                if self.handle is not None:
+                    self.handle.raise_excess()
         except (ValueError, TypeError, AssertionError) as error:
             if watch.denoising_since is not None:
                 raise
@@ -130,12 +139,15 @@ class Runner:
         params = job.request.params
         asked = {**self.recommended, **{k: v for k, v in vars(params).items() if v is not None}}
         free, total = self.accelerator.free_and_total()
-        fits = f"the largest that did is {self._largest[1]}" if self._largest[0] else "nothing has fitted yet"
         return (
             f"the device has too little memory for {_work_of(asked)[1]} with the weights that stay on it "
-            f"({format_bytes(free)} of {format_bytes(total)} free after giving back the rest); {fits}. Ask for fewer "
-            "pixels, frames or outputs, or lower the memory budget so that fewer weights stay"
+            f"({format_bytes(free)} of {format_bytes(total)} free after giving back the rest); {self._fitted()}. "
+            "Ask for fewer pixels, frames or outputs, or lower the memory budget so that fewer weights stay"
         )
+
+
+    def _fitted(self) -> str:
+        return f"the largest that did is {self._largest[1]}" if self._largest[0] else "nothing has fitted yet"
 
 
 class _Watch:

@@ -21,8 +21,8 @@ import torch
 from greenroom import discovery
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
-from greenroom.errors import ConfigError
-from greenroom.estimate import estimate_call
+from greenroom.errors import BudgetExceeded, ConfigError
+from greenroom.estimate import Estimate, estimate_call
 from greenroom.memory import Memory, format_bytes
 from greenroom.residency import Block, BudgetTooSmall, PipelineModel, Plan, TransferCurve, choose, plan_call
 from greenroom.residency import Component as Numbers
@@ -41,6 +41,8 @@ _SURELY_FITS = 0.5
 _UNMEASURED = TransferCurve(0.0, 10e9)
 _GUESSED_FORWARDS = 30
 _REMEMBERED_PLANS = 16
+# Of an estimate, what a call will take for certain.
+_CERTAIN = 0.75
 # Each time that a part runs out of memory it is given this much more room.
 _STEP_DOWN = 1.2
 # Forwards of one shape that are measured. Those of a DiT follow each other: the second holds what the first gave.
@@ -102,6 +104,11 @@ class MemoryKeeper:
         self._measured: Signature | None = None
         self._careful = True
         self._learned = False
+        self.refuses = False
+        """Whether calls that the budget cannot hold are refused; otherwise they are served, with a warning."""
+        self.excess: BudgetExceeded | None = None
+        """Of the latest call, where that was found out when it had computed."""
+        self._too_large: dict[tuple[str, Signature], int] = {}
 
     # ------------------------------------------------------------------ choosing
 
@@ -230,8 +237,8 @@ class MemoryKeeper:
             return self._least(runtime, 1)
         return layout
 
-    def _weights(self, runtime: Runtime, layout: Layout) -> int:
-        """The most bytes of weights and rings that `layout` has on the device at any one time."""
+    def _weights(self, runtime: Runtime, layout: Layout, beside: Part | None = None) -> int:
+        """The most bytes of weights and rings that `layout` has on the device at any one time, or beside a part."""
         always = layout.arena_bytes + runtime.shared_bytes
         phases: dict[str, int] = {}
         for part in runtime.parts:
@@ -243,6 +250,8 @@ class MemoryKeeper:
                 always += held
             else:
                 phases[part.group] = phases.get(part.group, 0) + held
+        if beside is not None:
+            return always + phases.get(beside.group, 0)
         return always + max(phases.values(), default=0)
 
     def _replan(self, runtime: Runtime) -> None:
@@ -298,6 +307,8 @@ class MemoryKeeper:
         self._inputs = (door, inputs)
         signature = _signature(door, inputs)
         seen = self.observed[part.name]
+        if self.refuses:
+            self._refuse_excess(runtime, part, signature)
         fresh = seen.forwards.get(signature, 0) < _MEASURED.get(part.role, 1)
         self._measured = signature if fresh else None
         if signature not in seen.activations and seen.activations:
@@ -329,6 +340,14 @@ class MemoryKeeper:
         seen = self.observed[part.name]
         self._note_peak()
         beside = max(0, self.accelerator.peak() - runtime.device_bytes())
+        if self.refuses and (told := self._excess(runtime, part, beside)) is not None:
+            # Not learned: it will not come again, and those that fit get back the room that they had.
+            self._too_large[part.name, signature] = beside
+            self.excess = told
+            seen.assumed = 0
+            self._recovering = False
+            self._learned = True
+            return
         known = 0 if self._recovering else seen.activations.get(signature, 0)
         seen.activations[signature] = max(beside, known)
         count = seen.forwards[signature] = seen.forwards.get(signature, 0) + 1
@@ -363,6 +382,30 @@ class MemoryKeeper:
         resident = frozenset(blocks[i].index for i in best.resident)
         arena = best.arena_bytes if len(resident) < len(blocks) else 0
         runtime.apply(runtime.layout.with_share(part.name, Share("phase", resident, arena)))
+
+    def _refuse_excess(self, runtime: Runtime, part: Part, signature: Signature) -> None:
+        """Raises BudgetExceeded for inputs that need more than there is, as far as that is known or certain."""
+        need = self._too_large.get((part.name, signature))
+        door, elements, _ = signature
+        largest = max((s[1] for s in self.observed[part.name].activations if s[0] == door), default=0)
+        if need is None and elements > largest:
+            with runtime.aside(part):
+                estimate = self._estimated(runtime, part)
+            need = None if estimate is None else int(_CERTAIN * estimate.nbytes)
+        if need is not None and (told := self._excess(runtime, part, need + self._foreign(runtime))) is not None:
+            raise told
+
+    def _excess(self, runtime: Runtime, part: Part, beside: int) -> BudgetExceeded | None:
+        """What to say where `beside` bytes do not fit beside the least of weights that `part` can do with."""
+        weights = self._weights(runtime, self._least(runtime, 1), part)
+        if weights + beside <= self.budget:
+            return None
+        smallest = int((weights + beside) / (1 - _MARGIN)) + 1
+        return BudgetExceeded(
+            f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes): it "
+            f"needs {format_bytes(beside)} beside {format_bytes(weights)} of weights; accepted: a budget of at least "
+            f"{smallest} bytes ({format_bytes(smallest)})"
+        )
 
     def call_ended(self, runtime: Runtime) -> None:
         self._note_peak()
@@ -456,15 +499,19 @@ class MemoryKeeper:
 
     def _estimate(self, runtime: Runtime, part: Part, room: int) -> int:
         """Bytes of activations that should do for the call that has just failed."""
-        upper = 0
+        estimate = self._estimated(runtime, part)
+        return max(2 * max(room, 1) if estimate is None else estimate.upper, int(room * _STEP_DOWN))
+
+    def _estimated(self, runtime: Runtime, part: Part) -> Estimate | None:
+        """Of the inputs that are at work; None for a part that cannot be run without their values."""
         module = runtime.module(part)
-        if module is not None and self._inputs is not None:
-            door, (args, kwargs) = self._inputs
-            try:
-                upper = estimate_call(module, getattr(type(module), door), args, kwargs).upper
-            except Exception:  # it looks at values, so it cannot be run without them
-                upper = 2 * max(room, 1)
-        return max(upper, int(room * _STEP_DOWN))
+        if module is None or self._inputs is None:
+            return None
+        door, (args, kwargs) = self._inputs
+        try:
+            return estimate_call(module, getattr(type(module), door), args, kwargs)
+        except Exception:  # whatever the module does with values that it does not have
+            return None
 
 
 _ENCODERS = (discovery.TEXT_ENCODER, discovery.IMAGE_ENCODER)
