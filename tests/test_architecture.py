@@ -20,6 +20,7 @@ LEVELS = (
     ("handle",),
     ("telemetry",),
     ("strategies",),
+    ("distributed",),
     ("streaming", "topology", "estimate"),
     ("staging",),
     ("discovery", "catalog"),
