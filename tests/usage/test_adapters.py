@@ -142,6 +142,8 @@ def test_an_adapter_is_fetched_once_a_call(emu: ModuleType, way: str) -> None:
         run(pipe)
         copied.append(handle.report().copied - before)
     assert copied[0] == copied[1] == copied[2]
+    if way == "budget":  # what the adapter leaves is filled with blocks, so that the rest moves fewer bytes without it
+        return
     pipe.unload_lora_weights()
     run(pipe)
     before = handle.report().copied
