@@ -145,7 +145,6 @@ class Runner:
             "Ask for fewer pixels, frames or outputs, or lower the memory budget so that fewer weights stay"
         )
 
-
     def _fitted(self) -> str:
         return f"the largest that did is {self._largest[1]}" if self._largest[0] else "nothing has fitted yet"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 
@@ -47,6 +48,9 @@ def run(omni: Engine, settings: ServerSettings, listener: socket.socket, *, log_
     """Serves until SIGINT or SIGTERM; running requests then get `settings.shutdown_timeout` seconds."""
     yield_often()
     server = make_server(omni, settings, log_level=log_level)
+    # uvicorn raises the signal that stopped it once more, which would end the process before what is left to do here.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     try:
         server.run(sockets=[listener])
     finally:

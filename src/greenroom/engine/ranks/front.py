@@ -83,8 +83,9 @@ class OmniRanks:
         device: a kind of device, such as "cuda" or "emu"; rank i computes on the device with index i.
         max_queue: most requests that may wait; None for no limit.
         launcher: how the ranks are started; None for processes of this host.
-        rank_timeout: seconds without a sign of life after which a rank counts as dead, and that those which depend
-            on a dead one get to end by themselves.
+        rank_timeout: seconds without a sign of life after which a rank counts as dead; that those which depend on a
+            dead one get to end by themselves; and, steps that take longer aside, that a request has to end in after
+            it was given up.
         **words: as for `Omni`.
 
     Raises:
@@ -482,7 +483,7 @@ class OmniRanks:
         elif isinstance(message, Answer):
             link.answered(message)
         elif link.job is not None and isinstance(message, Progress) and message.request_id == link.job.id:
-            link.job.tell(**message.changes)
+            link.progress(message.changes)
         elif link.job is not None and isinstance(message, Outcome) and message.request_id == link.job.id:
             self._over(link, link.job, message)
 
@@ -535,12 +536,14 @@ class OmniRanks:
     def _watch(self) -> None:
         now = time.monotonic()
         for link in self._links:
-            if link.job is not None and not link.told_to_cancel and (reason := _given_up(link.job)):
+            if link.job is not None and link.told_to_cancel is None and (reason := _given_up(link.job)):
                 link.wire.send(Cancel(link.job.id, reason))
-                link.told_to_cancel = True
+                link.told_to_cancel = now
             patience = self._rank_timeout if link.heard else max(_FIRST, self._rank_timeout)
             if link.state != GONE and now - link.seen_at > patience:
                 self._lose(link, f"no sign of life for {patience:g} s")
+            elif (limit := link.stuck_for(self._rank_timeout)) is not None:
+                self._lose(link, f"it did not end a request within {limit:.0f} s after that was given up")
             elif link.state != GONE and link.kill_at is not None and (now > link.kill_at or link.job is None):
                 self._lose(link, f"it cannot go on without another ({self._cause()})")
         self._leaving = [link for link in self._leaving if not link.ended]
@@ -596,7 +599,7 @@ class OmniRanks:
                 return
             if link.state == READY and link.job is None:
                 job = self._jobs.popleft()
-                link.job, link.told_to_cancel = job, False
+                link.begin(job)
                 job.started = time.monotonic()
                 job.tell(state=RUNNING, phase=QUEUED)
                 # The limit counts from the job's arrival here, so this side keeps it.

@@ -46,7 +46,9 @@ class Link:
         self.error: BaseException | None = None
         self.cause: str | None = None
         self.job: Job | None = None
-        self.told_to_cancel = False
+        self.told_to_cancel: float | None = None
+        self.progress_at = 0.0
+        self.longest_step = 0.0
         self.seen_at = time.monotonic()
         self.heard = False
         self.kill_at: float | None = None
@@ -60,6 +62,29 @@ class Link:
     @property
     def name(self) -> str:
         return f"rank {self.rank}"
+
+    def begin(self, job: Job) -> None:
+        """Notes that the rank serves `job` from now on."""
+        self.job, self.told_to_cancel, self.progress_at = job, None, time.monotonic()
+
+    def progress(self, changes: Mapping[str, Any]) -> None:
+        """Tells the job how far it is."""
+        now = time.monotonic()
+        self.longest_step = max(self.longest_step, now - self.progress_at)
+        self.progress_at = now
+        if self.job is not None:
+            self.job.tell(**changes)
+
+    def stuck_for(self, timeout_s: float) -> float | None:
+        """Seconds after which a request that was given up should have ended, where it has not; else None.
+
+        It ends at its next step. How long a step takes is known from those before; before the first, nothing is.
+        """
+        if self.told_to_cancel is None or self.job is None:
+            return None
+        patience = max(timeout_s, 4 * self.longest_step) if self.longest_step else 10 * timeout_s
+        silent = time.monotonic() - max(self.told_to_cancel, self.progress_at)
+        return patience if silent > patience else None
 
     def ask(self, what: str, words: Mapping[str, Any] | None = None) -> Future[Any]:
         """Has a method of the rank's engine called; the future fails with WorkerDied where the rank is gone."""
