@@ -384,6 +384,35 @@ def counters(transfer: str, residents: str) -> Any:
     }
 
 
+@torch.no_grad()
+def budget(fraction: str) -> Any:
+    """Blocks that stay, the same on every rank, within a budget, whatever each rank computes."""
+    connect()
+    pipe = wide(256, 12)
+    plain = copy.deepcopy(pipe.transformer)
+    weights = toys.nbytes(plain)
+    limit = int(weights * float(fraction))
+    words = {**layer("allgather"), "memory_budget": limit}
+    before = emu.memory_allocated()
+    handle = greenroom.offload(pipe, words, device=DEVICE)
+    stays = []
+    for batch in (8, 8, 32 if RANK else 8, 8, 512 if RANK else 8, 8):
+        emu.reset_peak_memory_stats()
+        x = torch.randn(1, batch, 256, generator=torch.Generator().manual_seed(RANK + batch))
+        assert torch.equal(pipe.transformer(x).cpu(), plain(x)), batch
+        assert emu.max_memory_allocated() - before <= limit, (batch, emu.max_memory_allocated() - before, limit)
+        del x
+        dist.barrier()
+        component = handle.report().components[0]
+        stays.append(component.blocks - component.streamed_blocks)
+    report = handle.report()
+    assert handle.ranks.broken is None
+    dist.barrier()
+    handle.disable()
+    assert torch.equal(pipe.transformer(torch.ones(1, 8, 256)), plain(torch.ones(1, 8, 256)))
+    return {"stays": stays, "misses": report.misses, "limit": limit}
+
+
 def connect() -> None:
     dist.init_process_group("cpu:gloo,emu:emu_gloo", rank=RANK, world_size=SIZE)
     emu.set_device(RANK)

@@ -92,7 +92,8 @@ class Gatherer:
         self.issued = 0
         """Gathers begun so far; equal on every rank at the end of a pass."""
         self.gathered_bytes = 0
-        self._rows: dict[Track, list[_Piece]] = {}
+        self._every: dict[Track, list[_Piece]] = {}
+        self._rows: dict[Track, list[_Piece]] = {}  # without the blocks that stay on the device
         self._slots: list[_Slot] = []
         self._after: dict[Track, Counter[Track]] = {}  # how often which component followed
         self._latest: Track | None = None
@@ -108,7 +109,15 @@ class Gatherer:
             shards: for each block this rank's share of its bytes, and whether that is page-locked.
         """
         self.tracks.append(track)
-        self._rows[track] = [_Piece(b, *shard) for b, shard in zip(blocks, shards, strict=True)]
+        self._rows[track] = self._every[track] = [_Piece(b, *s) for b, s in zip(blocks, shards, strict=True)]
+
+    def keep(self, track: Track, resident: frozenset[int]) -> None:
+        """From the next pass on, these blocks of a component stay on the device and are not gathered; on all ranks."""
+        self._rows[track] = [p for p in self._every[track] if p.block.index not in resident]
+
+    def blocks(self, track: Track) -> list[StreamedBlock]:
+        """All blocks of a component that may be gathered."""
+        return [p.block for p in self._every.get(track, ())]
 
     @property
     def slot_bytes(self) -> int:
@@ -117,7 +126,7 @@ class Gatherer:
         return SLOTS * (block + shard)
 
     def _sizes(self) -> tuple[int, int]:
-        share = max((p.share for row in self._rows.values() for p in row), default=0)
+        share = max((p.share for row in self._every.values() for p in row), default=0)
         return self.size * share, share
 
     def open(self) -> None:
@@ -153,7 +162,7 @@ class Gatherer:
             done.record(self.stream)
             self.accelerator.current_stream().wait_event(done)
         self._slots.clear()
-        for row in self._rows.values():
+        for row in self._every.values():
             for piece in row:
                 piece.views.clear()
 
@@ -161,6 +170,7 @@ class Gatherer:
         self.close()
         self.tracks.clear()
         self._rows.clear()
+        self._every.clear()
         self._row, self._next, self._latest = [], [], None
         self._after.clear()
 
@@ -170,11 +180,11 @@ class Gatherer:
         """A pass of `track` begins; on every rank, after the same passes."""
         if self._latest is not None:
             self._after.setdefault(self._latest, Counter())[track] += 1
-        ahead = self.issued - (self._first + len(self._row))
+        ahead = self.issued - (self._first + len(self._row))  # 0 or SLOTS
         self._row = self._rows[track]
         self._next = self._rows[self._follower(track)]
         self._latest = track
-        expected = [self._piece_at(i) for i in range(ahead)]
+        expected = [self._piece_at(i) for i in range(min(ahead, self._count))]
         fetched = [self._slot(self.issued - ahead + i).piece for i in range(ahead)]
         if ahead and fetched == expected:
             self._first = self.issued - ahead
@@ -196,6 +206,11 @@ class Gatherer:
         """Block `i` of the pass, or beyond its end one of the next."""
         n = len(self._row)
         return self._row[i] if i < n else self._next[(i - n) % len(self._next)]
+
+    @property
+    def _count(self) -> int:
+        """Gathers of the pass that is under way, with those ahead of the next."""
+        return len(self._row) + (SLOTS if self._next else 0)
 
     def _slot(self, item: int) -> _Slot:
         return self._slots[item % SLOTS]
@@ -239,7 +254,7 @@ class Gatherer:
             RanksError: a gather failed.
         """
         end = self._first + len(self._row)
-        while self.issued < end + SLOTS:
+        while self.issued < self._first + self._count:
             for slot in self._slots:
                 slot.passed = slot.passed or slot.item < end
             self._pump()
@@ -260,8 +275,7 @@ class Gatherer:
 
     def _pump(self) -> None:
         """Begins gathers for as long as slots are free, up to the first blocks of the next pass."""
-        end = self._first + len(self._row) + SLOTS
-        while self.issued < end:
+        while self.issued < self._first + self._count:
             slot = self._slot(self.issued)
             if not slot.passed:
                 return
@@ -326,7 +340,7 @@ class GatherStream(BlockStream):
         """
         self.heal()
         track.begin()
-        if self._running is None and any(b.fixed is None for b in track.blocks):
+        if self._running is None and not all(b.fixed is not None for b in self.gatherer.blocks(track)):
             self._ask(track)
             self._running = track
 

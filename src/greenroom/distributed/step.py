@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ _SHORT, _LONG, _FIRST = 0.03, 5.0, 0.25
 _PAUSE = 0.002
 _NOTHING = -1
 # What a vote consists of.
-_WANT, _WAITED, _LEAVING, _ISSUED = range(4)
+_WANT, _WAITED, _LEAVING, _ISSUED, _NEED, _LIMIT = range(6)
 
 
 def new_groups(ranks: Ranks) -> tuple[Any, Any]:
@@ -54,6 +54,17 @@ def new_groups(ranks: Ranks) -> tuple[Any, Any]:
     return votes, gathers
 
 
+class Budget(Protocol):
+    """One rank's side of a memory budget that all ranks keep alike."""
+
+    def figures(self) -> tuple[int, int]:
+        """Bytes that forwards need beside the weights, as far as it is known, and bytes that they and blocks that stay
+        may take together."""
+
+    def settle(self, need: int, limit: int) -> None:
+        """The largest need and the smallest limit of all ranks; called between two passes, on every rank alike."""
+
+
 class Conductor:
     """One rank's part in deciding, and its thread.
 
@@ -62,6 +73,7 @@ class Conductor:
         votes: the process group to vote in; nothing else may use it.
         gatherer: what runs the passes; it has its slots.
         together: for the index of a component, the sets of ranks that compute it together.
+        budget: what may stay on the device, where a memory budget says.
     """
 
     def __init__(
@@ -70,6 +82,7 @@ class Conductor:
         votes: Any,
         gatherer: Gatherer,
         together: Mapping[int, Sequence[Sequence[int]]] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.ranks = ranks
         self.gatherer = gatherer
@@ -77,6 +90,7 @@ class Conductor:
         self.passes = 0
         self.joined = 0
         self._votes = votes
+        self._budget = budget
         self._together = dict(together or {})
         self._changed = threading.Condition()
         self._want = _NOTHING
@@ -208,6 +222,8 @@ class Conductor:
             raise RanksError(f"they have gathered different numbers of blocks: {[v[_ISSUED] for v in votes]}")
         if all(v[_LEAVING] for v in votes):
             return False
+        if self._budget is not None:
+            self._budget.settle(max(v[_NEED] for v in votes), min(v[_LIMIT] for v in votes))
         chosen = self._choose(votes)
         if chosen == _NOTHING:
             return True
@@ -245,7 +261,8 @@ class Conductor:
                 self._changed.wait_for(lambda: self._want != _NOTHING, timeout=self._pause)
             self._pause = min(HEARTBEAT, 1.5 * self._pause)
             self._waited += self._want != _NOTHING
-            return [self._want, self._waited, int(self._leaving), self.gatherer.issued]
+            figures = self._budget.figures() if self._budget is not None else (0, 0)
+            return [self._want, self._waited, int(self._leaving), self.gatherer.issued, *figures]
 
     def _known(self) -> bool:
         return self._want != _NOTHING or self._leaving or not self._soon

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from greenroom.accelerator import Accelerator
-from greenroom.config import OffloadConfig
+from greenroom.config import OffloadConfig, Strategy
 from greenroom.errors import ConfigError
 from greenroom.strategies.budget import MemoryKeeper
+from greenroom.strategies.in_common import CommonKeeper
 from greenroom.strategies.runtime import Runtime
 from greenroom.strategies.sharing import Sharing
 from greenroom.topology import ResolvedPlan
@@ -29,4 +30,10 @@ def enable(
                 options.resident_layers,
                 "0 beside a memory budget, which chooses the residents",
             )
+    if sharing is not None:
+        sharing.settle(accelerator, plan)
+        if sharing.may_gather:
+            runtime = Runtime(accelerator, config, plan, keeper=CommonKeeper(accelerator, config), sharing=sharing)
+            runtime.strategy = Strategy.DISTRIBUTED_LAYERWISE
+            return runtime
     return Runtime(accelerator, config, plan, keeper=MemoryKeeper(accelerator, config), sharing=sharing)

@@ -34,6 +34,8 @@ def enable(
     def residents(component: Component) -> Sequence[int]:
         return _residents(config, component)
 
+    if sharing is not None:
+        sharing.settle(accelerator, plan)
     runtime = Runtime(accelerator, config, plan, residents=residents, sharing=sharing)
     if sharing is not None:
         runtime.strategy = Strategy.DISTRIBUTED_LAYERWISE

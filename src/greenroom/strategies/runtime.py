@@ -14,7 +14,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
+from greenroom.distributed.step import Budget
 from greenroom.errors import OffloadError
 from greenroom.host import HostUnit, module_tensors, movable
 from greenroom.memory import format_bytes
@@ -36,7 +37,7 @@ from greenroom.strategies.outside import watch_parts
 from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
 from greenroom.strategies.probe import Probe, Timing
 from greenroom.strategies.sharing import Sharing
-from greenroom.streaming import BlockStream, Copier, StreamedBlock
+from greenroom.streaming import BlockStream, Copier, StreamedBlock, Track
 from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
@@ -69,6 +70,16 @@ class Keeper(Protocol):
 
     def changed(self, runtime: Runtime) -> None:
         """After parts were cut again or added to."""
+
+
+@runtime_checkable
+class SharedKeeper(Keeper, Protocol):
+    """A keeper whose choice of what stays is that of all ranks."""
+
+    def in_common(self, runtime: Runtime) -> Budget: ...
+
+    def stays(self, part: Part) -> frozenset[int]:
+        """The blocks of `part` that are to stay from now on."""
 
 
 class Runtime:
@@ -160,14 +171,12 @@ class Runtime:
         ]
         for part in self.parts:
             refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
-        if self.sharing is not None:
-            self.sharing.settle(self.accelerator, self.parts)
         shared = self.shared = HostUnit("shared between components", plan.shared)
         self.shared_bytes = shared.nbytes
         layout = (
             keeper.first_layout(self)
             if keeper
-            else _fixed_layout(plan, self.parts, residents, arena_bytes, self._gathers)
+            else _fixed_layout(plan, self.parts, residents, arena_bytes, self.gathers)
         )
         if self.sharing is not None:
             self.sharing.agree(self.parts, layout)
@@ -210,7 +219,7 @@ class Runtime:
         with torch.inference_mode(False), torch.no_grad():
             self.stream.prime(wait=True)
         if self.sharing is not None:
-            self.sharing.start()
+            self.sharing.start(keeper.in_common(self) if isinstance(keeper, SharedKeeper) else None)
 
     def _lock(self, unit: HostUnit) -> None:
         """Page-locks a master that the ranks share, unless only a share of it is copied from here."""
@@ -325,7 +334,7 @@ class Runtime:
         if self.sharing is not None:
             self.sharing.wait()
 
-    def _gathers(self, part: Part) -> bool:
+    def gathers(self, part: Part) -> bool:
         return self.sharing is not None and self.sharing.gathers(part)
 
     @property
@@ -438,7 +447,7 @@ class Runtime:
         if block.stay is not None:
             block.stay.wanted = False
             block.stay = None
-        if self._gathers(part):
+        if self.gathers(part):
             self.copier.fix([block])  # its bytes are laid out as all ranks know them
             return
         part.apart += mine
@@ -536,17 +545,30 @@ class Runtime:
                 self._shrink(part, error)
         if self.keeper is not None:
             self.keeper.entered(self, part, door)
-        if self.sharing is not None and not (door == "forward" and self._gathers(part)):
+        if self.sharing is not None and not (door == "forward" and self.gathers(part)):
             self.sharing.elsewhere()
         if door == "forward" and part.name in self._to_time and part.name not in self._probes:
             self.start_timing(part)
         if part.track is not None and part.stream is not None:
             if door == "forward":
-                part.stream.begin_forward(part.track)
+                self._begin_forward(part, part.stream, part.track)
                 self._prime(part.stream)
             elif self._holds(part, door):
                 self._hold(part)
         self._prime(self.stream)
+
+    def _begin_forward(self, part: Part, stream: BlockStream, track: Track) -> None:
+        stream.begin_forward(track)
+        if not isinstance(self.keeper, SharedKeeper) or not self.gathers(part):
+            return
+        stay = self.keeper.stays(part)
+        self.copier.unfix([b for b in part.blocks if b.index not in stay])
+        part.share = Share("always", stay)
+        self.layout = self.layout.with_share(part.name, part.share)
+        try:
+            self.copier.fix([b for b in part.blocks if b.index in stay and b.unit.tensors])
+        except torch.OutOfMemoryError as error:
+            self._shrink(part, error.with_traceback(None))
 
     def _leave(self, part: Part, door: str, failed: bool) -> None:
         if part is self._aside:
@@ -574,6 +596,8 @@ class Runtime:
         if part.stream is not None:
             part.stream.heal()
         self.keeper.shrink(self, part, error)
+        if part.stream is not None and part.track is not None and self.gathers(part):
+            self._begin_forward(part, part.stream, part.track)  # its pass is over; this one runs with more room
 
     def _hold(self, part: Part) -> None:
         """Keeps the blocks of `part` for a call that runs them many times; within a budget, as many as fit."""

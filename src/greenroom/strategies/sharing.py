@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from greenroom.accelerator import Accelerator
-from greenroom.config import OffloadConfig
+from greenroom.config import OffloadConfig, Strategy
 from greenroom.distributed.errors import RanksError
-from greenroom.distributed.gather import Gatherer, GatherStream
+from greenroom.distributed.gather import SLOTS, Gatherer, GatherStream
 from greenroom.distributed.ranks import Ranks, Standing, agree
-from greenroom.distributed.shared import SharedMasters
-from greenroom.distributed.step import Conductor, new_groups
+from greenroom.distributed.shared import SharedMasters, share_of
+from greenroom.distributed.step import Budget, Conductor, new_groups
 from greenroom.distributed.transfer import Speeds, faster, measure
 from greenroom.errors import ConfigError, NotSupportedError
 from greenroom.host import HostUnit
@@ -56,12 +56,12 @@ class Sharing:
         self.ranks = ranks
         self.config = config
         self.transfers: dict[str, str] = {
-            c.name: config.options_of(c.role).weight_transfer for c in plan.components if c.placement == STREAM
+            c.name: config.options_of(c.role).weight_transfer
+            for c in plan.components
+            if c.placement == STREAM or (config.strategy is Strategy.AUTO and c.role in config.components and c.blocks)
         }
         self._sharded = {c.name for c in plan.components if _refuse_sharded(c.name, c.module, self.transfers)}
         self._together = {c.name: m for c in plan.components if (m := _computing_together(c.module, ranks))}
-        self.speeds: Speeds | None = None
-        """What was measured to choose a transfer, where that was left open."""
         self.masters: SharedMasters | None = None
         self.gatherer: Gatherer | None = None
         self.stream: GatherStream | None = None
@@ -71,27 +71,24 @@ class Sharing:
 
     # ------------------------------------------------------------------ enabling
 
-    def settle(self, accelerator: Accelerator, parts: Sequence[Part]) -> None:
+    def settle(self, accelerator: Accelerator, plan: ResolvedPlan) -> None:
         """Chooses the transfer of components whose words leave it open; equal on all ranks.
 
         Raises:
             RanksError: the ranks are not there, or do not have the same components.
         """
-        open_ = [p for p in parts if self.transfers.get(p.name) == AUTO]
-        if agree(self.ranks, sorted(p.name for p in open_)) and open_:
-            widest = max(b.unit.nbytes for p in open_ for b in p.blocks)
-            total = sum(b.unit.nbytes for p in open_ for b in p.blocks)
-            agree(self.ranks, [widest, total])
-            speeds = measure(self.ranks, accelerator, self._new_groups()[1], widest)
-            self.speeds = speeds
+        sizes = {c.name: [b.nbytes for b in c.blocks] for c in plan.components if self.transfers.get(c.name) == AUTO}
+        if not agree(self.ranks, sizes):
+            return
+        total = sum(map(sum, sizes.values()))
+        speeds = measure(self.ranks, accelerator, self._new_groups()[1], max(map(max, sizes.values())))
 
-            def slowest(proposals: list[list[float]]) -> str:
-                # The forward of the slowest rank is everybody's.
-                worst = [max(p[i] for p in proposals) for i in range(3)]
-                return faster(Speeds(speeds.nbytes, *worst), total)
+        def slowest(proposals: list[list[float]]) -> str:
+            # The forward of the slowest rank is everybody's.
+            return faster(Speeds(speeds.nbytes, *(max(p[i] for p in proposals) for i in range(3))), total)
 
-            chosen = agree(self.ranks, [speeds.whole, speeds.share, speeds.gather], slowest)
-            self.transfers.update((p.name, chosen) for p in open_)
+        chosen = agree(self.ranks, [speeds.whole, speeds.share, speeds.gather], slowest)
+        self.transfers.update(dict.fromkeys(sizes, chosen))
 
     def _new_groups(self) -> tuple[Any, Any]:
         if self._groups is None:
@@ -122,6 +119,16 @@ class Sharing:
 
     def gathers(self, part: Part) -> bool:
         return self.transfers.get(part.name) == ALLGATHER
+
+    @property
+    def may_gather(self) -> bool:
+        """Whether blocks of any component are gathered."""
+        return ALLGATHER in self.transfers.values()
+
+    def slots_for(self, parts: Sequence[Part]) -> int:
+        """Device bytes that the slots will take."""
+        widest = max((b.unit.nbytes for p in parts if self.gathers(p) for b in p.blocks), default=0)
+        return SLOTS * (self.ranks.size + 1) * share_of(widest, self.ranks.size)
 
     def adopt(self, accelerator: Accelerator, parts: Sequence[Part], layout: Layout) -> Iterator[HostUnit]:
         """Takes the units of all parts over, one after the other, into memory that the ranks share.
@@ -163,7 +170,7 @@ class Sharing:
         gatherer.open()
         self.stream = GatherStream(copier, gatherer, self._ask, self._end)
 
-    def start(self) -> None:
+    def start(self, budget: Budget | None = None) -> None:
         """Everything is in place on this rank: waits until it is on all, and lets the gathering begin."""
         self.ranks.meeting.answer("enabled", True)
         if self.gatherer is None:
@@ -171,7 +178,7 @@ class Sharing:
         votes, self.gatherer.group = self._new_groups()
         names = [t.name for t in self.gatherer.tracks]
         together = {names.index(n): m for n, m in self._together.items() if n in names}
-        self.conductor = Conductor(self.ranks, votes, self.gatherer, together)
+        self.conductor = Conductor(self.ranks, votes, self.gatherer, together, budget)
 
     # ------------------------------------------------------------------ while it runs
 
