@@ -115,7 +115,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
-            if inner is not None:
+            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
                 yield from inner_tensors(inner)
     else:
         yield tensor
