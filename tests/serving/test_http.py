@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import io
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,8 +48,6 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
 @pytest.fixture
 def own(emu: Any) -> Iterator[Callable[..., Live]]:
     """Starts a server of the test's own, with its own limits."""
-    import contextlib
-
     with contextlib.ExitStack() as stack:
 
         def begin(*, max_queue: int = 2, **settings: Any) -> Live:
@@ -65,6 +67,11 @@ def own(emu: Any) -> Iterator[Callable[..., Live]]:
         ({"unheard_of": 1}, "unheard_of"),
         ({"size": "32"}, "size"),
         ({"size": "32x32", "width": 64}, "size"),
+        ({"size": "0x0"}, "size"),
+        ({"size": "32x0"}, "size"),
+        ({"n": True}, "n"),
+        ({"seed": True}, "seed"),
+        ({"guidance_scale": False}, "guidance_scale"),
         ({"size": "8192x8192"}, "size"),
         ({"height": 33}, "height"),
         ({"height": 0}, "height"),
@@ -127,6 +134,82 @@ def test_wrong_edits_are_refused_by_field(live: Live, files: Any, data: Any, fie
             },
         )
         assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("size", "4096x4096", "--max-pixels"),
+        ("num_inference_steps", 201, "--max-steps"),
+    ],
+)
+def test_a_limit_is_told_by_its_flag(live: Live, field: str, value: Any, flag: str) -> None:
+    with live.client() as client:
+        message = client.post(ROUTE, json={**BODY, field: value}).json()["error"]["message"]
+    assert message.startswith(f"{field} = {value}") and flag in message and "at most" in message
+
+
+@pytest.mark.parametrize("image", [None, {"url": "x"}, [1, 2], 7, True, "", []])
+def test_what_is_no_picture_in_json_is_refused(live: Live, image: Any) -> None:
+    with live.client() as client:
+        answer = client.post("/v1/images/edits", json={"prompt": "x", "image": image})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "image"
+
+
+def test_pictures_that_a_pipeline_takes_for_several_requests_are_refused(live: Live) -> None:
+    with live.client() as client:
+        answer = client.post(
+            "/v1/images/edits",
+            files=[("image[]", ("a.png", png())), ("image[]", ("b.png", png()))],
+            data={"prompt": "a three", "num_inference_steps": "3"},
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "image", answer.text
+        assert drawn(client.post(ROUTE, json=BODY)).shape == (32, 32, 3)
+
+
+def test_half_a_character_is_refused_wherever_it_stands(live: Live) -> None:
+    with live.client() as client:
+        for body in (b'{"prompt": "\\ud800"}', b'{"prompt": "x", "\\ud800": 1}', b'{"prompt": "x", "seed": "\\ud800"}'):
+            answer = client.post(ROUTE, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_connection_outlives_an_error(live: Live) -> None:
+    """One connection throughout: a client that reuses it must not find it closed behind a 500."""
+    address = live.url.removeprefix("http://").split(":")
+    handle = live.omni.pipeline.transformer.transformer_blocks[0].register_forward_pre_hook(_planted)
+    connection = http.client.HTTPConnection(address[0], int(address[1]), timeout=30)
+    try:
+        for expected in (500, 500):
+            connection.request("POST", ROUTE, json.dumps(BODY), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.status == expected and "planted" in json.loads(answer.read())["error"]["message"]
+            assert not answer.will_close
+            sock = connection.sock
+        connection.request("HEAD", "/health")
+        assert connection.getresponse().status == 200 and connection.sock is sock
+    finally:
+        handle.remove()
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET",
+        b"\x00\xff" * 100,
+        b"POST /v1/images/generations HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{",
+        b"POST /v1/images/edits HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 100_000 + b"\r\n\r\n",
+    ],
+)
+def test_half_a_request_harms_nobody(live: Live, data: bytes) -> None:
+    address = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as half, contextlib.suppress(ConnectionError):
+        half.sendall(data)
+    with live.client() as client:
+        assert client.get("/health").status_code == 200
+        assert drawn(client.post(ROUTE, json=BODY)).shape == (32, 32, 3)
 
 
 def test_edits_take_json_and_masks(live: Live) -> None:
@@ -322,6 +405,42 @@ def test_sleep_and_wake(own: Any, emu: Any) -> None:
         assert client.get("/v1/offload").json()["asleep"] is True
         assert client.post("/v1/wake").json() == {"status": "ok"}
         assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
+
+
+def test_sleep_waits_for_the_running_request_and_operators_keep_nobody_waiting(own: Any) -> None:
+    live = own(max_queue=4)
+    answers: dict[str, httpx.Response] = {}
+
+    def post(name: str, path: str, **body: Any) -> threading.Thread:
+        def ask() -> None:
+            with live.client() as client:
+                answers[name] = client.post(path, json=body)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        return thread
+
+    with live.client() as client:
+        first = drawn(client.post(ROUTE, json=BODY))
+        with Blocked(live.omni):
+            # Many more than there are threads for encoding pictures.
+            threads = [post(f"memory {i}", "/v1/offload/memory", memory_budget="1GiB") for i in range(40)]
+            threads.append(post("sleep", "/v1/sleep"))
+            time.sleep(0.3)
+            refused = client.post("/v1/images/edits", files={"image": b"no picture"}, data={"prompt": "x"}, timeout=5)
+            assert refused.status_code == 400
+            assert client.get("/health", timeout=5).status_code == 200
+        for thread in threads:
+            thread.join(60)
+        assert answers["sleep"].status_code == 200 and client.get("/health").json()["status"] == "asleep"
+        waiting = post("waiting", ROUTE, **BODY)
+        until(lambda: live.omni.status.waiting == 1)
+        assert client.post("/v1/offload/memory", json={"memory_budget": "1GiB"}).status_code == 400
+        assert client.get("/v1/offload").json()["report"]["asleep"] is True
+        assert client.post("/v1/restart").json() == {"status": "ok"}  # the worker lives: nothing to do
+        assert client.post("/v1/wake").status_code == 200
+        waiting.join(60)
+        assert np.array_equal(drawn(answers["waiting"]), first)
 
 
 def test_the_report_and_the_metrics(own: Any) -> None:

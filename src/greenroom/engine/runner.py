@@ -16,9 +16,12 @@ from greenroom.engine.errors import DoesNotFit, RequestRefused
 from greenroom.engine.job import Job, OmniMetrics, OmniResult
 from greenroom.engine.sampling import call_arguments
 from greenroom.engine.variants import Siblings, takes
-from greenroom.errors import BudgetExceeded
+from greenroom.errors import BudgetExceeded, GreenroomError
 from greenroom.handle import Handle
 from greenroom.memory import format_bytes
+
+# Whatever the request: memory, what Greenroom itself says, a device that has failed.
+_NOT_THE_REQUESTS = (torch.OutOfMemoryError, GreenroomError, getattr(torch, "AcceleratorError", GreenroomError))
 
 
 class Runner:
@@ -94,9 +97,17 @@ class Runner:
                 output = pipeline(**watch.arguments)
                 if self.handle is not None:
                     self.handle.raise_excess()
-        except (ValueError, TypeError, AssertionError) as error:
+        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
             if watch.denoising_since is not None:
                 raise
+            if isinstance(error, RuntimeError):
+                # Shapes that do not fit together, where a pipeline takes several pictures for several requests.
+                several = next((k for k, v in request.inputs.items() if isinstance(v, list)), None)
+                if several is None or isinstance(error, _NOT_THE_REQUESTS):
+                    raise
+                raise RequestRefused(
+                    several, f"{several}: this pipeline refused {len(request.inputs[several])} pictures ({error})"
+                ) from error
             # Pipelines check their inputs before they compute.
             raise RequestRefused(
                 _named_field(str(error), arguments), f"the pipeline refused the request: {error}"

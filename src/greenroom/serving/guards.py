@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from greenroom.serving.errors import ApiError
+from greenroom.serving.errors import ApiError, as_api_error, log
 from greenroom.serving.settings import ServerSettings
 
 Scope = dict[str, Any]
@@ -54,7 +54,21 @@ class Guards:
                     raise _TooLarge(413, self._too_large().message)
             return message
 
-        await self.app(scope, counted, send)
+        started = False
+
+        async def noted(message: dict[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, counted, noted)
+        except Exception as error:
+            # Not left to the server, which would close the connection behind its answer.
+            log.error("unexpected error in %s %s", scope["method"], scope["path"], exc_info=error)
+            if started:
+                raise
+            await as_api_error(error).response()(scope, receive, send)  # type: ignore[arg-type]
 
     def _key(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
         key = self.settings.api_key

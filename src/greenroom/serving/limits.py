@@ -31,13 +31,14 @@ def check(omni: Engine, settings: ServerSettings, prompt: str, params: OmniDiffu
             raise _refused(field, str(value), f"multiples of {step} for this model, such as {near}")
     height, width = _default(omni, params, "height"), _default(omni, params, "width")
     if height and width and height * width > settings.max_pixels:
-        raise _refused("size", f"{width}x{height}", f"at most {settings.max_pixels} pixels")
+        given = f"{width}x{height}, which are {width * height} pixels,"
+        raise _refused("size", given, f"at most {settings.max_pixels} pixels, the server's --max-pixels")
     frames = _default(omni, params, "num_frames")
     if frames and frames > settings.max_frames:
-        raise _refused("num_frames", str(frames), f"at most {settings.max_frames}")
+        raise _refused("num_frames", str(frames), f"at most {settings.max_frames}, the server's --max-frames")
     steps = _default(omni, params, "num_inference_steps")
     if steps and steps > settings.max_steps:
-        raise _refused("num_inference_steps", str(steps), f"at most {settings.max_steps}")
+        raise _refused("num_inference_steps", str(steps), f"at most {settings.max_steps}, the server's --max-steps")
     if params.num_outputs_per_prompt > settings.max_outputs:
         raise _refused("n", str(params.num_outputs_per_prompt), f"at most {settings.max_outputs}")
 

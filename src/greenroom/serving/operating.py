@@ -36,6 +36,10 @@ def router(context: Context) -> APIRouter:
             body["ranks"] = [vars(r) for r in status.ranks]
         return JSONResponse(body, 200 if status.alive else 503)
 
+    @routes.head("/health", include_in_schema=False)
+    async def health_for_probes() -> Response:
+        return Response(status_code=200 if omni.status.alive else 503)
+
     @routes.get("/metrics", tags=["operating"], summary="Prometheus.")
     async def metrics() -> Response:
         page = await asyncio.to_thread(context.metrics.page)

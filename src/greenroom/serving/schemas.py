@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from greenroom.engine.sampling import MAX_SEED, OmniDiffusionSamplingParams
 from greenroom.serving.errors import ApiError, from_validation
 
 _Pixels = Annotated[int, Field(ge=1, le=65536)]
 _Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
-_SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII)
+_SIZE = re.compile(r"0*[1-9]\d{0,4}x0*[1-9]\d{0,4}", re.ASCII)
 
 
 class Generation(BaseModel):
@@ -35,6 +35,11 @@ class Generation(BaseModel):
     max_sequence_length: Annotated[int, Field(ge=1, le=4096)] | None = None
     generator_device: str | None = Field(None, max_length=32)
     user: str | None = Field(None, description="Accepted and not used.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number(cls, value: Any, info: ValidationInfo) -> Any:
+        return _no_truth(value, cls.model_fields[str(info.field_name)].annotation)
 
     @field_validator("size")
     @classmethod
@@ -112,6 +117,18 @@ class MemoryChange(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     memory_budget: int | str = Field(description='Device memory to use: "12GiB", bytes or "80%".')
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return _no_truth(value, int)
+
+
+def _no_truth(value: Any, annotation: Any) -> Any:
+    """Refuses `true` for a number, which pydantic would take for 1."""
+    if isinstance(value, bool) and annotation is not bool:
+        raise ValueError("it is a truth value")
+    return value
 
 
 def parse(kind: type[BaseModel], words: dict[str, Any]) -> Any:
