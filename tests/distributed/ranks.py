@@ -413,6 +413,119 @@ def budget(fraction: str) -> Any:
     return {"stays": stays, "misses": report.misses, "limit": limit}
 
 
+@torch.no_grad()
+def edits() -> Any:
+    """A rank may edit its weights, in every way: what it computes follows, and what the others compute does not."""
+    connect()
+    for words in ("allgather encoders", "rank-local"):
+        pipe = Requests()
+        plain = copy.deepcopy(pipe)
+        handle = greenroom.offload(pipe, WORDS[words], device=DEVICE)
+        assert torch.equal(pipe(DEVICE), plain())
+        before = handle.report().misses
+        assert torch.equal(pipe(DEVICE), plain())
+        assert words == "rank-local" or handle.report().misses == before
+        if RANK == 0:
+            for each in (pipe, plain):
+                each.transformer.blocks[1].up.weight.data += 0.25  # as an adapter is fused
+                each.transformer.single_blocks[0].scale_shift_table.mul_(2)
+                each.transformer_2.scale.data = each.transformer_2.scale.data * 3
+                each.text_encoder.layers[1].down.weight.copy_(each.text_encoder.layers[0].down.weight)
+        for _ in range(2):
+            assert torch.equal(pipe(DEVICE), plain()), words
+        assert all(torch.equal(t.cpu(), toys.tensors(plain)[n]) for n, t in toys.tensors(pipe).items())
+        with handle.materialized(pipe.transformer):
+            pipe.transformer.blocks[2].offset.add_(RANK)
+        plain.transformer.blocks[2].offset.add_(RANK)
+        assert torch.equal(pipe(DEVICE), plain()), words
+        if RANK == SIZE - 1:
+            # Larger, and of another dtype: replaced on this rank alone.
+            for each in (pipe, plain):
+                each.transformer.blocks[0].up = nn.Linear(toys.WIDTH, 4 * toys.WIDTH).to(torch.bfloat16)
+            plain.transformer.blocks[0].up.load_state_dict(pipe.transformer.blocks[0].up.state_dict())
+        assert torch.equal(pipe(DEVICE), plain()), words
+        assert handle.ranks.broken is None
+        dist.barrier()
+        handle.disable()
+        assert torch.equal(pipe(), plain()), words
+    return True
+
+
+@torch.no_grad()
+def sharded_already() -> Any:
+    """Weights that others have sharded are never sharded a second time."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    connect()
+    mesh = init_device_mesh("emu", (SIZE,))
+    errors = []
+    x = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
+    pipe = SimpleNamespace(transformer=toys_with_even_blocks())
+    expected = pipe.transformer(x)
+    for block in pipe.transformer.transformer_blocks:
+        fully_shard(block, mesh=mesh)
+    for words in ("allgather", "rank-local"):
+        errors.append(
+            expect_error(
+                greenroom.GreenroomError, "FSDP", lambda w=words: greenroom.offload(pipe, layer(w), device=DEVICE)
+            )
+        )
+    pipe = SimpleNamespace(transformer=toys_with_even_blocks())
+    for block in pipe.transformer.transformer_blocks:
+        parallelize_module(block.to(DEVICE), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    pipe.transformer.embed.to(DEVICE)
+    split = pipe.transformer(x.to(DEVICE)).cpu()
+    assert torch.allclose(split, expected, atol=1e-5)
+    errors.append(
+        expect_error(
+            greenroom.GreenroomError, "DTensor", lambda: greenroom.offload(pipe, layer("allgather"), device=DEVICE)
+        )
+    )
+    handle = greenroom.offload(pipe, layer("rank-local"), device=DEVICE)
+    assert handle.report().components[0].streamed_blocks == 4
+    for _ in range(2):
+        assert torch.equal(pipe.transformer(x.to(DEVICE)).cpu(), split)
+    handle.disable()
+    assert torch.equal(pipe.transformer(x.to(DEVICE)).cpu(), split)
+    return errors
+
+
+def toys_with_even_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    model = Wide(64, 0)
+    model.transformer_blocks.extend(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(4))
+    return model.eval()
+
+
+def context_parallel(name: str) -> Any:
+    """One request on all ranks: each computes its part of the sequence, and blocks are gathered as well."""
+    from diffusers import ContextParallelConfig
+
+    from greenroom import testing
+
+    pipe = testing.build_pipeline(name)
+    alone = testing.run(pipe, name)
+    connect()
+    pipe.to(DEVICE)
+    for dit in ("transformer", "transformer_2"):
+        if getattr(pipe, dit, None) is not None:
+            getattr(pipe, dit).enable_parallelism(config=ContextParallelConfig(ulysses_degree=SIZE))
+    expected = testing.run(pipe, name)
+    assert torch.allclose(expected, alone, atol=1e-4), (expected - alone).abs().max()
+    pipe.to("cpu")
+    result = {}
+    for words in ("allgather", "rank-local"):
+        handle = greenroom.offload(pipe, layer(words), device=DEVICE)
+        for delay in (0.0, 0.3):
+            time.sleep(delay * RANK)  # the last comes late, and the others wait for it
+            assert torch.equal(testing.run(pipe, name), expected), words
+        result[words] = [handle.ranks.passes, handle.ranks.joined, handle.ranks.broken]
+        handle.disable()
+    return result
+
+
 def connect() -> None:
     dist.init_process_group("cpu:gloo,emu:emu_gloo", rank=RANK, world_size=SIZE)
     emu.set_device(RANK)

@@ -28,6 +28,8 @@ from greenroom.host import ALIGNMENT, HostUnit
 from greenroom.memory import format_bytes
 
 PAGE = mmap.PAGESIZE
+# Without a reservation: next to nothing of it is ever written.
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
 # Ranks wait for each other when this many bytes have been filled, and then let go of what these were filled from.
 _BATCH_BYTES = 256 * 2**20
 # Of an entry in /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst of Linux).
@@ -95,7 +97,7 @@ class SharedMasters:
                 return own, own
             with torch.inference_mode(False):
                 shared = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-                private = torch.frombuffer(mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+                private = torch.frombuffer(mmap.mmap(fd, nbytes, flags=_PRIVATE), dtype=torch.uint8)
             return shared, private
         finally:
             if fd >= 0:
@@ -160,14 +162,17 @@ class SharedMasters:
 
         Edits through `.data` move no counter.
         """
-        wanted = {id(u) for u in units if u.shared is not None and not u.diverged}
-        for i, unit in enumerate(self._units):
-            if id(unit) not in wanted:
-                continue
+        for unit in units:
             unit.look()
-            if not unit.diverged and self._private is not None and self._private is not self._shared:
-                start = self._starts[i]
-                unit.diverged = _has_own_pages(self._private[start : start + unit.nbytes])
+        wanted = {id(u) for u in units if u.shared is not None and not u.diverged}
+        if not wanted or self._private is None or self._private is self._shared:
+            return
+        own = _own_pages(self._private)
+        if own is None or not bool(own.any()):
+            return
+        for start, unit in zip(self._starts, self._units, strict=True):
+            if id(unit) in wanted:
+                unit.diverged = bool(own[start // PAGE : -(-(start + unit.nbytes) // PAGE)].any())
 
     def close(self) -> None:
         """Unlocks the memory; it goes with the last tensor that shows it."""
@@ -194,20 +199,20 @@ def _memory(nbytes: int) -> int:
     return fd
 
 
-def _has_own_pages(memory: torch.Tensor) -> bool:
-    """Whether pages of a private mapping are this process's own; False where the system does not tell."""
-    first, last = memory.data_ptr() // PAGE, -(-(memory.data_ptr() + memory.nbytes) // PAGE)
-    if first == last:
-        return False
+def _own_pages(memory: torch.Tensor) -> torch.Tensor | None:
+    """Which pages of a private mapping are this process's own; None where the system does not tell."""
+    count = -(-memory.nbytes // PAGE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            file.seek(first * 8)
-            raw = bytearray(file.read((last - first) * 8))
+            file.seek(memory.data_ptr() // PAGE * 8)
+            raw = bytearray(file.read(count * 8))
     except OSError:
-        return False
+        return None
+    if len(raw) < count * 8:
+        return None
     entries = torch.frombuffer(raw, dtype=torch.int64)
     there = entries.bitwise_and(_signed(_PRESENT_OR_SWAPPED)) != 0
-    return bool((there & (entries.bitwise_and(_OF_A_FILE) == 0)).any())
+    return there & (entries.bitwise_and(_OF_A_FILE) == 0)
 
 
 def _signed(bits: int) -> int:

@@ -138,6 +138,7 @@ class Runtime:
         self._doors: dict[str, Door] = {}
         self._looks: dict[str, list[Any]] = {}
         self._in_call = False
+        self._looked = False
         self.pipelines: list[Callable[[], Any]] = []
         self._undo = contextlib.ExitStack()
         self._finalizers: list[weakref.finalize] = []
@@ -528,6 +529,10 @@ class Runtime:
         self.require_awake()
         if part is self._aside:
             return  # one method of the component has called another
+        if self.sharing is not None and not (self._looked and self._in_call):
+            # Before anything is fetched ahead: edits are in the masters and not in what the ranks share.
+            self.sharing.look([u for p in self.parts for u in p.units])
+            self._looked = True
         self._notice(part)
         if self.keeper is not None:
             self.keeper.entering(self, part, door, inputs)
@@ -726,8 +731,6 @@ class Runtime:
         at_work = sum(door.owner is part for door in self.occupancy.inside)
         if module is None or at_work > 1 or part.name not in self._block_modules:
             return
-        if self.sharing is not None:
-            self.sharing.look(part.units)
         for bracket in (self._doors[part.name], *self._block_hooks.get(part.name, ())):
             bracket.settle()
         if tensor_ids(module) != part.known:
@@ -809,7 +812,7 @@ class Runtime:
                     self._take_out(part)
                 self._drop_additions(part)
                 part.noticed = False
-            self._in_call = False
+            self._in_call = self._looked = False
             if self.sharing is not None:
                 self.sharing.elsewhere()
             for stream in self.streams:
