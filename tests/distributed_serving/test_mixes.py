@@ -29,7 +29,9 @@ BOTH = {
 }
 
 
-def torchrun(*arguments: Any, per_machine: int = 2, machines: int = 1, seconds: float = 300) -> None:
+def torchrun(
+    *arguments: Any, script: Path = SCRIPT, per_machine: int = 2, machines: int = 1, seconds: float = 300
+) -> None:
     """Runs torchrun once on each "machine", an address of the loopback interface; a hang is an error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
     with socket.socket() as s:
@@ -48,7 +50,7 @@ def torchrun(*arguments: Any, per_machine: int = 2, machines: int = 1, seconds: 
         words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
         started.append(
             subprocess.Popen(
-                [*command, *words, str(SCRIPT), *map(str, arguments)],
+                [*command, *words, str(script), *map(str, arguments)],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
