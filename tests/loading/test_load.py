@@ -170,6 +170,43 @@ def test_code_of_a_checkpoint_is_not_run_unasked(folders: Any, tmp_path: Path) -
     assert not trap.exists()
 
 
+def test_code_of_a_checkpoint_runs_where_it_is_trusted(folders: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders("wan22_t2v"), tmp_path / "remote")
+    (folder / "pipeline.py").write_text(
+        "from diffusers import WanPipeline\n\n\nclass MyPipeline(WanPipeline):\n    pass\n"
+    )
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps({**index, "_class_name": ["pipeline", "MyPipeline"]}))
+    loaded = load_checkpoint(folder, trust_remote_code=True)
+    assert type(loaded.pipeline).__name__ == "MyPipeline"
+    assert set(loaded.report.fallbacks) == {"transformer", "transformer_2", "text_encoder", "vae"}
+    for key, tensor in tensors(load_checkpoint(folders("wan22_t2v")).pipeline).items():
+        assert torch.equal(tensor, tensors(loaded.pipeline)[key])
+
+
+def test_quantised_weights_fall_back_and_say_so(tmp_path: Path, emu: Any) -> None:
+    quantisation = pytest.importorskip("torchao.quantization")
+    from diffusers import TorchAoConfig, WanTransformer3DModel
+
+    with testing.quiet():
+        testing.build_pipeline("wan22_t2v").save_pretrained(tmp_path)
+        config = TorchAoConfig(quantisation.Int8WeightOnlyConfig())
+        place = tmp_path / "transformer"
+        model: Any = WanTransformer3DModel.from_pretrained(place, quantization_config=config, dtype=torch.float32)
+        for file in place.glob("*.safetensors"):
+            file.unlink()
+        model.save_pretrained(place)
+    loaded = load_checkpoint(tmp_path)
+    assert list(loaded.report.fallbacks) == ["transformer"] and "quantised" in loaded.report.fallbacks["transformer"]
+    pipe = loaded.pipeline
+    pipe.set_progress_bar_config(disable=True)
+    kept = pipe.transformer.blocks[0].attn1.to_q.weight
+    assert type(kept) is type(model.blocks[0].attn1.to_q.weight)
+    expected = testing.run(load_checkpoint(tmp_path).pipeline.to("emu"), "wan22_t2v")
+    greenroom.offload(pipe, {"mode": "layer", "components": ["dit", "text_encoder"]}, device="emu")
+    assert torch.equal(testing.run(pipe, "wan22_t2v"), expected)
+
+
 def test_a_hub_id_is_found_in_the_cache(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants as hub
 

@@ -108,17 +108,23 @@ def test_the_smallest_budget_is_the_smallest(emu: Any) -> None:
     assert plan_pipeline(pipe, 10**9).chosen_device == pytest.approx(plan_pipeline(pipe).strategies[0].device, rel=0.01)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, emu: Any) -> None:
     run = CliRunner().invoke(app, ["plan", str(checkpoint_path()), "--memory-budget", "3MiB"])
     assert run.exit_code == 0, run.output
     for word in ("FluxTransformer2DModel", "layerwise, both", "smallest budget", "auto would take"):
         assert word in run.output
+    run = CliRunner().invoke(
+        app, ["plan", str(checkpoint_path()), "--memory-budget", "50%", "--device", "emu", "--json"]
+    )
+    assert json.loads(run.stdout)["budget"] == torch.emu.mem_get_info()[1] // 2
     run = CliRunner().invoke(app, ["plan", str(checkpoint_path()), "--json"])
     assert json.loads(run.stdout)["smallest"] > 0
     for words, told in (
         ([str(tmp_path)], "model_index.json"),
         ([str(checkpoint_path()), "--memory-budget", "1kB"], "at least"),
-        ([str(checkpoint_path()), "--memory-budget", "some"], "memory_budget"),
+        ([str(checkpoint_path()), "--memory-budget", "some"], "--memory-budget = 'some'"),
+        ([str(checkpoint_path()), "--memory-budget", "80%", "--device", "cpu"], "--device"),
+        ([str(checkpoint_path()), "--memory-budget", "80%", "--device", "cuda"], "'cuda' is not available"),
     ):
         run = CliRunner().invoke(app, ["plan", *words])
         assert run.exit_code == 2 and told in run.output

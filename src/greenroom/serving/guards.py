@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from greenroom.serving.errors import ApiError, as_api_error, log
 from greenroom.serving.settings import ServerSettings
@@ -63,6 +64,8 @@ class Guards:
 
         try:
             await self.app(scope, counted, noted)
+        except ClientDisconnect:
+            return  # in the middle of its body: nobody is there to be answered
         except Exception as error:
             # Not left to the server, which would close the connection behind its answer.
             log.error("unexpected error in %s %s", scope["method"], scope["path"], exc_info=error)
