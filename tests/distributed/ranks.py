@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -305,6 +306,23 @@ def lost(how: str, after: str) -> Any:
     return [text, broken]
 
 
+def one_alone() -> Any:
+    """The last rank has nothing to do, and is at the end of its program at once."""
+    connect()
+    pipe = Requests()
+    expected = pipe(steps=3)
+    handle = greenroom.offload(pipe, WORDS["allgather encoders"], device=DEVICE)
+    if RANK < SIZE - 1:
+        for _ in range(3):
+            assert torch.equal(pipe(DEVICE, steps=3), expected)
+    conductor = handle._runtime().sharing.conductor
+    handle.disable()
+    while not conductor.wait(0.1):
+        pass
+    assert torch.equal(pipe(steps=3), expected)
+    return {"passes": conductor.passes, "joined": conductor.joined}
+
+
 class Wide(nn.Module):
     """Blocks of a mebibyte or so, of two sizes, neither divisible by the number of ranks."""
 
@@ -524,6 +542,52 @@ def context_parallel(name: str) -> Any:
         result[words] = [handle.ranks.passes, handle.ranks.joined, handle.ranks.broken]
         handle.disable()
     return result
+
+
+def loading(folder: str, transfer: str) -> Any:
+    """A checkpoint that each rank maps: host memory at its peak, and how much of the files was read; bytes."""
+    from greenroom import loading, testing
+
+    connect()
+    small = wide(64, 4)  # what the libraries need for themselves
+    greenroom.offload(small, layer(transfer), device=DEVICE).disable()
+    del small
+    dist.barrier()
+    start, over = host_bytes()[0], threading.Event()
+    peaks = [0]
+
+    def watch() -> None:
+        while not over.wait(0.02):
+            text = Path("/proc/self/smaps_rollup").read_text()
+            now = sum(int(re.search(rf"{n}:\s+(\d+) kB", text)[1]) * 1024 for n in ("Pss_Anon", "Pss_Shmem"))
+            peaks.append(now - emu.memory_reserved() - start)
+
+    def of_files() -> int:
+        return int(re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    pipe = loading.load_checkpoint(folder).pipeline
+    pipe.set_progress_bar_config(disable=True)
+    modules = [m for m in pipe.components.values() if isinstance(m, nn.Module)]
+    weights = sum(toys.nbytes(m) for m in modules)
+    before, read = of_files(), [0]
+    take = greenroom.host.HostUnit.take
+
+    def noted(unit: Any, *args: Any, **more: Any) -> None:
+        read.append(of_files() - before)
+        take(unit, *args, **more)
+
+    greenroom.host.HostUnit.take = noted
+    handle = greenroom.offload(pipe, layer(transfer, encoder=transfer), device=DEVICE)
+    dist.barrier()
+    over.set()
+    watcher.join()
+    made = testing.run(pipe, "wan22_t2v")
+    handle.disable()
+    plain = testing.run(pipe, "wan22_t2v")
+    assert torch.equal(made, plain)
+    return {"weights": weights, "peak": max(peaks), "read": max(read)}
 
 
 def connect() -> None:

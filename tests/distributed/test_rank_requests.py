@@ -1,0 +1,28 @@
+"""Ranks run what they like: the gathers stay in step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import launch
+import pytest
+
+SCRIPT = "ranks.py"
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "count"),
+    [(2, 0, 20), *(pytest.param(n, f, 30, marks=pytest.mark.slow) for n in (2, 4) for f in (100, 200))],
+)
+def test_random_mixes(emu_module: ModuleType, tmp_path: Path, size: int, first: int, count: int) -> None:
+    """Steps, guidance, shapes, skipped and shuffled blocks, cancelled and failing requests, ranks without any."""
+    done = launch.run(SCRIPT, size, "mixes", str(first), str(count), folder=tmp_path, seconds=280)
+    assert sum(done) > count / 2
+
+
+def test_one_rank_alone(emu_module: ModuleType, tmp_path: Path) -> None:
+    """A rank without a request takes part in the passes, and reaches the end of its program first."""
+    busy, idle = launch.run(SCRIPT, 2, "one_alone", folder=tmp_path)
+    assert busy["passes"] == idle["passes"] > 0
+    assert busy["joined"] == 0 and idle["joined"] == idle["passes"]
