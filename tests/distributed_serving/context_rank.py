@@ -1,4 +1,7 @@
-"""One rank of test_context_parallel.py: a call that is spread over the ranks, with and without offloading."""
+"""One rank of test_context_parallel.py: a call that is spread over the ranks, with and without offloading.
+
+`orders`: whether the ranks are told to compute together "before" they offload, "after" it, or one after the other.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def run(pipe: Any, name: str) -> torch.Tensor:
     return torch.as_tensor(pipe(**words, return_dict=False)[0]).cpu()
 
 
-def main(name: str, config: str, report: str) -> None:
+def main(name: str, config: str, report: str, orders: str) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     torch.emu.set_device(rank)
@@ -61,7 +64,7 @@ def main(name: str, config: str, report: str) -> None:
     parallel.to("cpu")
 
     found = {}
-    for when in ("before", "after"):
+    for when in orders.split():
         pipe = build(name)
         if when == "before":
             spread(pipe)

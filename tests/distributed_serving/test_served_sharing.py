@@ -30,7 +30,6 @@ def start(transfer: str, ranks: int = 2) -> OmniRanks:
             "mode": "layer",
             "components": ["dit"],
             "layer_options": {"dit": {"weight_transfer": transfer}},
-            "distributed": True,
         },
     )
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from greenroom import distributed
 from greenroom.accelerator import Accelerator
-from greenroom.config import OffloadConfig, Strategy
+from greenroom.config import OffloadConfig
 from greenroom.errors import ConfigError
+from greenroom.strategies.sharing import wanted
 
 
 def world_size() -> int:
@@ -40,9 +41,7 @@ def local_device(device: str | torch.device) -> str | torch.device:
 
 def join(config: OffloadConfig | None, accelerator: Accelerator) -> None:
     """Makes the process group where the configuration needs one and nobody has made it yet."""
-    if config is None or config.strategy is not Strategy.DISTRIBUTED_LAYERWISE or world_size() < 2:
-        return
-    if dist.is_initialized():
+    if config is None or not wanted(config) or world_size() < 2 or dist.is_initialized():
         return
     accelerator.make_current()
     kind = accelerator.device.type

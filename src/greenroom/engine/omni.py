@@ -231,6 +231,12 @@ class Omni:
             raise WorkerDied("the engine was shut down")
         return runner.siblings.can(name)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether this process and others put weights together, and so cannot compute without each other."""
+        ranks = self._handle.ranks if self._handle is not None else None
+        return ranks is not None and "allgather" in ranks.transfers.values()
+
     def report(self) -> Report | None:
         """What the offload keeps where; None where nothing is offloaded."""
         handle = self._handle

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from greenroom.accelerator import rank_devices
-from greenroom.config import OffloadConfig, Strategy, parse_config
+from greenroom.config import OffloadConfig, parse_config
 from greenroom.engine.errors import QueueFull, RequestCancelled, WorkerDied
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
@@ -42,6 +42,7 @@ from greenroom.errors import ConfigError, GreenroomError, NotSupportedError
 from greenroom.handle import Report
 from greenroom.loading import LoadReport, check_dtype
 from greenroom.memory import Memory
+from greenroom.strategies.sharing import wanted
 
 log = logging.getLogger("greenroom.ranks")
 
@@ -121,10 +122,9 @@ class OmniRanks:
             devices = [device] * data_parallel_size  # each finds its own
         self._launcher = launcher
         self._begins = [Begin(os.fspath(model), {**words, "dtype": dtype, "device": each}) for each in devices]
-        options = self._config.layer_options.values() if self._config is not None else ()
         # Ranks that gather need each other in every step; those that share host memory only need to start together.
-        self._gathers = data_parallel_size > 1 and any(o.weight_transfer == "allgather" for o in options)
-        self._grouped = self._config is not None and self._config.strategy is Strategy.DISTRIBUTED_LAYERWISE
+        self._gathers = False
+        self._grouped = self._config is not None and wanted(self._config)
         self._rank_timeout = rank_timeout
         self.max_queue = max_queue
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -474,6 +474,7 @@ class OmniRanks:
             return  # given up already: see Note [An answer belongs to its question] in link.py
         elif isinstance(message, Ready):
             link.state, link.ready = READY, message
+            self._gathers = message.gathers
             self._figures[link.rank] = message.figures
         elif isinstance(message, NotStarted):
             link.error = message.error

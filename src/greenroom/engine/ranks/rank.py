@@ -70,7 +70,9 @@ class Rank:
             return 2
         inputs = frozenset(name for name in ("image", "mask_image") if omni.can_take(name))
         figures = omni.figures()[0]
-        self._wire.send(Ready(omni.model, omni.facts, inputs, str(omni.device), omni.load_report, figures))
+        self._wire.send(
+            Ready(omni.model, omni.facts, inputs, str(omni.device), omni.load_report, omni.gathers, figures)
+        )
         try:
             return self._serve(omni)
         finally:

@@ -75,6 +75,7 @@ class Ready:
     inputs: frozenset[str]
     device: str
     load_report: LoadReport | None
+    gathers: bool
     figures: Figures
 
 
