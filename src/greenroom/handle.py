@@ -20,6 +20,7 @@ from greenroom.errors import OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.calls import running, unwatch
+from greenroom.strategies.in_common import CommonKeeper
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime, reference_to
 from greenroom.strategies.sleep import fall_asleep, wake_up
@@ -216,7 +217,7 @@ class Handle:
         runtime = self._enabled_runtime()
         budget = None if memory is None else Memory.parse(memory, "memory")
         keeper = runtime.keeper
-        if not isinstance(keeper, MemoryKeeper):
+        if not isinstance(keeper, MemoryKeeper | CommonKeeper):
             raise OffloadError(
                 "set_memory: this offload was enabled without a budget; call greenroom.offload(pipe, memory=...)"
             )
@@ -440,6 +441,13 @@ def report_of(runtime: Runtime) -> Report:
 def _kept(runtime: Runtime) -> dict[str, Any]:
     """What only an offload with a budget knows."""
     keeper = runtime.keeper
+    if isinstance(keeper, CommonKeeper):
+        return {
+            "why": "the same blocks stay on every rank, as many as the rank with the least room allows",
+            "budget": keeper.budget,
+            "peak": keeper.peak_so_far(),
+            "out_of_memory": keeper.out_of_memory,
+        }
     if not isinstance(keeper, MemoryKeeper):
         return {"why": "chosen by the configuration"}
     steps = []

@@ -30,13 +30,13 @@ from greenroom.errors import ConfigError
 HEARTBEAT = 0.1
 """Seconds between two signs of life of ranks that have nothing to do."""
 
-_TIMEOUT = 120.0
+_TIMEOUT = 300.0
 _VARIABLE = "GREENROOM_RANKS_TIMEOUT"
 _meetings = itertools.count()
 
 
 def timeout() -> float:
-    """Seconds that a rank waits for the others, from the environment variable GREENROOM_RANKS_TIMEOUT (default 120).
+    """Seconds that a rank waits for the others, from the environment variable GREENROOM_RANKS_TIMEOUT (default 300).
 
     It has to be longer than a forward of the slowest component on the slowest rank.
 

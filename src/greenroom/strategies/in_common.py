@@ -18,7 +18,7 @@ from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.distributed.gather import Gatherer
 from greenroom.errors import ConfigError
-from greenroom.memory import format_bytes
+from greenroom.memory import Memory, format_bytes
 from greenroom.residency import spread
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part
@@ -46,20 +46,17 @@ class CommonKeeper:
     def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
         self.accelerator = accelerator
         self.config = config
-        free, total = accelerator.free_and_total()
-        if config.memory_budget is None:
-            self.budget = max(1, min(free, total) - int(_FREE_RESERVE * total))
-        else:
-            self.budget = config.memory_budget.resolve(total)
-            if self.budget > total:
-                given = str(config.memory_budget)
-                raise ConfigError("memory_budget", given, f"at most the {format_bytes(total)} of {accelerator.device}")
+        self.budget = _resolve(config.memory_budget, accelerator)
         self.peak = 0
         self.out_of_memory = 0
         self._needs: dict[Signature, int] = {}
         self._assumed = 0
         self._now: Signature | None = None
         self._common: InCommon | None = None
+
+    def peak_so_far(self) -> int:
+        """The most device bytes that were allocated, as far as it was seen."""
+        return max(self.peak, self.accelerator.peak())
 
     # ------------------------------------------------------------------ what the ranks are told
 
@@ -106,6 +103,20 @@ class CommonKeeper:
                 "weights outside the blocks and the slots take as much",
             )
         return layout
+
+    def set_budget(self, runtime: Runtime, memory: Memory | None) -> None:
+        """Another budget for this rank; what stays is settled anew by all ranks before the next pass.
+
+        Raises:
+            ConfigError: nothing fits into it; the old one stays.
+        """
+        budget = _resolve(memory, self.accelerator, runtime.device_bytes())
+        least = self.base(runtime, runtime.layout)
+        if least > budget:
+            raise ConfigError(
+                "memory_budget", budget, f"at least {least} bytes ({format_bytes(least)}) and room for activations"
+            )
+        self.budget = budget
 
     def least_layout(self, runtime: Runtime) -> Layout:
         return runtime.layout
@@ -219,6 +230,17 @@ def residents(blocks: Mapping[str, Sequence[int]], room: int) -> dict[str, froze
 
 def may_stay(part: Part) -> bool:
     return part.role == discovery.DIT
+
+
+def _resolve(memory: Memory | None, accelerator: Accelerator, ours: int = 0) -> int:
+    """The budget in bytes; None is what is free now, less a reserve."""
+    free, total = accelerator.free_and_total()
+    if memory is None:
+        return max(1, min(free + ours, total) - int(_FREE_RESERVE * total))
+    budget = memory.resolve(total)
+    if budget > total:
+        raise ConfigError("memory_budget", str(memory), f"at most the {format_bytes(total)} of {accelerator.device}")
+    return budget
 
 
 def _elements(value: Any) -> int:

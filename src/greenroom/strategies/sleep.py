@@ -13,12 +13,22 @@ from collections.abc import Sequence
 
 import torch
 
+from greenroom.errors import OffloadError
 from greenroom.strategies.runtime import Runtime
 from greenroom.streaming import DeviceCopy
 
 
 def fall_asleep(runtime: Runtime) -> None:
-    """Frees all device memory that the offload takes; harmless when it sleeps already."""
+    """Frees all device memory that the offload takes; harmless when it sleeps already.
+
+    Raises:
+        OffloadError: other ranks gather with this one, and need its slots.
+    """
+    if runtime.sharing is not None and runtime.sharing.gatherer is not None:
+        raise OffloadError(
+            "sleep: blocks are gathered from all ranks, and the others need this rank's device for that; call "
+            "handle.disable() on every rank instead"
+        )
     if runtime.asleep:
         return
     with torch.inference_mode(False), torch.no_grad():
