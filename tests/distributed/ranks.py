@@ -328,6 +328,35 @@ def unpinned() -> Any:
     return True
 
 
+def groups_of_two() -> Any:
+    """Of four ranks, the first two share and gather, and the last two; each pair knows nothing of the other."""
+    connect()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pipe = toys.Pipeline()
+    if RANK > 1:  # other weights than the first pair
+        with torch.no_grad():
+            pipe.transformer.scale.mul_(2)
+    expected = pipe(seed=RANK)
+    handle = greenroom.offload(pipe, WORDS["allgather encoders"], device=DEVICE, group=pairs[RANK // 2])
+    for _ in range(1 + RANK // 2):
+        assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+    standing = handle.ranks
+    handle.disable()
+    return [standing.rank, standing.size]
+
+
+def forgets_to_disable() -> Any:
+    """The process group goes before the offload, which is still there when the program ends."""
+    connect()
+    pipe = toys.Pipeline()
+    expected = pipe(seed=RANK)
+    greenroom.offload(pipe, WORDS["allgather"], device=DEVICE)
+    assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+    dist.barrier()
+    dist.destroy_process_group()
+    return True
+
+
 def one_alone() -> Any:
     """The last rank has nothing to do, and is at the end of its program at once."""
     connect()
@@ -621,6 +650,27 @@ def loading(folder: str, transfer: str) -> Any:
     plain = testing.run(pipe, "wan22_t2v")
     assert torch.equal(made, plain)
     return {"weights": weights, "peak": max(peaks), "read": max(read)}
+
+
+def every_architecture(dtype: str) -> Any:
+    """Which architectures have the same bits on every rank: all that can be gathered is, and one block stays."""
+    from greenroom import testing
+
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    pipes = {name: testing.build_pipeline(name, dtype=kind) for name in testing.ARCHITECTURES}
+    connect()
+    found = {}
+    for name, pipe in pipes.items():
+        expected = testing.run(pipe, name, seed=RANK)
+        encoders = getattr(pipe, "text_encoder", None) is not None
+        words = layer("allgather", encoder="allgather" if encoders else None, residents=1)
+        handle = greenroom.offload(pipe, words, device=DEVICE)
+        same = all(torch.equal(testing.run(pipe, name, seed=RANK), expected) for _ in range(2))
+        assert handle.ranks.passes > 0 and handle.ranks.broken is None
+        handle.disable()
+        same = same and torch.equal(testing.run(pipe, name, seed=RANK), expected)
+        found[name] = "exact" if same else "failed"
+    return found
 
 
 def connect() -> None:

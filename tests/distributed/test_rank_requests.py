@@ -26,3 +26,12 @@ def test_one_rank_alone(emu_module: ModuleType, tmp_path: Path) -> None:
     busy, idle = launch.run(SCRIPT, 2, "one_alone", folder=tmp_path)
     assert busy["passes"] == idle["passes"] > 0
     assert busy["joined"] == 0 and idle["joined"] == idle["passes"]
+
+
+def test_an_offload_that_outlives_its_process_group(emu_module: ModuleType, tmp_path: Path) -> None:
+    launch.run(SCRIPT, 2, "forgets_to_disable", folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_in_two_groups(emu_module: ModuleType, tmp_path: Path) -> None:
+    assert launch.run(SCRIPT, 4, "groups_of_two", folder=tmp_path) == [[0, 2], [1, 2], [0, 2], [1, 2]]

@@ -166,6 +166,12 @@ class Gatherer:
             for piece in row:
                 piece.views.clear()
 
+    def let_go(self) -> None:
+        """Drops the process group and what is left of its work."""
+        self.group = None
+        for slot in self._slots:
+            slot.work = None
+
     def abandon(self) -> None:
         self.close()
         self.tracks.clear()

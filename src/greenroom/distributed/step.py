@@ -20,6 +20,7 @@ Note [Ranks that compute together]
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 import weakref
@@ -37,6 +38,8 @@ from greenroom.streaming import Track
 
 # Seconds: the shortest and the longest time to wait for a rank that comes soon, and that before the first pass.
 _SHORT, _LONG, _FIRST = 0.03, 5.0, 0.25
+# Seconds that a process which ends with an error helps the others.
+_AFTER_ERROR = 5.0
 # The first pause between two votes when nobody wants anything; it grows to a heartbeat.
 _PAUSE = 0.002
 _NOTHING = -1
@@ -190,6 +193,11 @@ class Conductor:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    def let_go(self) -> None:
+        """Drops the process groups, which must not outlive the interpreter."""
+        self._votes = None
+        self.gatherer.let_go()
+
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
@@ -208,6 +216,8 @@ class Conductor:
                 self._changed.notify_all()
             if then is not None:
                 then()
+            if self.broken is None:
+                self.let_go()
 
     def _break(self, error: BaseException) -> None:
         if self.broken is None:
@@ -229,7 +239,12 @@ class Conductor:
             return True
         self._pause = _PAUSE
         began = time.monotonic()
-        self.gatherer.begin(self.gatherer.tracks[chosen])
+        try:
+            self.gatherer.begin(self.gatherer.tracks[chosen])
+        except RanksError:
+            raise
+        except RuntimeError:
+            pass  # a copy that failed is made again when its block is due, and that is where it is told
         if votes[self.ranks.rank][_WANT] == chosen and self._grant():
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or self._over)
@@ -294,16 +309,23 @@ class Conductor:
 
 
 def _finish_at_exit(conductor: Conductor) -> None:
-    """Lets a process that reaches its end first help the others to theirs.
+    """Lets a process that reaches its end first help the others to theirs, for as long as they gather anything.
 
-    A daemon thread inside a collective must not outlive the interpreter either.
+    A daemon thread inside a collective must not outlive the interpreter either. Of a process that ends with an error
+    nobody expects that, and whoever started the ranks is waiting to hear of it.
     """
     reference = weakref.ref(conductor)
 
     def finish() -> None:
         found = reference()
-        if found is not None and not found._over:
-            found.leave()
-            found.wait(found.ranks.timeout)
+        if found is None:
+            return
+        found.leave()
+        failed, passes = hasattr(sys, "last_type"), -1
+        while not found.wait(_AFTER_ERROR if failed else found.ranks.timeout):
+            if failed or found.passes == passes:
+                return
+            passes = found.passes
+        found.let_go()
 
     atexit.register(finish)
