@@ -1,4 +1,4 @@
-"""What `greenroom serve` refuses before it loads anything, in the words of a command line, and how it sets itself up."""
+"""What `greenroom serve` refuses before it loads anything, in the words of a command line; how it sets itself up."""
 
 from __future__ import annotations
 
