@@ -31,8 +31,11 @@ BOTH = {
 
 def torchrun(
     *arguments: Any, script: Path = SCRIPT, per_machine: int = 2, machines: int = 1, seconds: float = 300
-) -> None:
-    """Runs torchrun once on each "machine", an address of the loopback interface; a hang is an error."""
+) -> str:
+    """Runs torchrun once on each "machine", an address of the loopback interface, and returns what was printed.
+
+    A hang is an error.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -69,6 +72,7 @@ def torchrun(
                 outputs.append(process.communicate()[0])
     for process, output in zip(started, outputs, strict=True):
         assert process.returncode == 0, output
+    return "".join(outputs)
 
 
 def run(tmp_path: Path, model: Path, mixes: int, config: dict[str, Any], **where: Any) -> list[dict[str, int]]:
@@ -105,3 +109,10 @@ def test_mixes_of_a_model_with_two_experts(tmp_path: Path) -> None:
 def test_two_machines(tmp_path: Path, config: dict[str, Any]) -> None:
     reports = run(tmp_path, checkpoint_path(), 8, config, per_machine=1, machines=2)
     assert [r["world"] for r in reports] == [2, 2] and all(r["right"] for r in reports)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_is_an_error_on_all_at_once() -> None:
+    printed = torchrun(script=SCRIPT.with_name("failing_rank.py"), seconds=55)  # less than the ranks' own patience
+    assert "rank 0 ended with ConfigError: model = '/nowhere'" in printed
+    assert "rank 1 ended with RanksError: rank 0 failed: ConfigError: model = '/nowhere'" in printed

@@ -21,6 +21,8 @@ from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.errors import GreenroomError
 from greenroom.serving import ServerSettings
 
+SMALL = 300_000
+"""Bytes: less than any component of the demo has."""
 LAYER = {"diffusion_offload_config": {"mode": "layer", "components": ["dit", "text_encoder"]}}
 
 
@@ -156,9 +158,9 @@ def test_operators_see_and_steer_every_rank(served: Served, expected: Any) -> No
         budgets = [r["report"]["budget"] for r in client.get("/v1/offload").json()["ranks"]]
         assert budgets == [5 * 2**20] * 2
 
-        awake = [f.allocated for f in served.omni.figures()]
         assert client.post("/v1/sleep").status_code == 200
-        assert all(f.allocated < before / 10 for f, before in zip(served.omni.figures(), awake, strict=True))
+        # A call's smallest leftovers may wait for the garbage collector; no weight may.
+        assert all(f.allocated < SMALL for f in served.omni.figures())
         waiting = served.post()
         until(lambda: served.omni.status.waiting == 1)
         assert client.get("/health").json()["status"] == "asleep"
@@ -201,6 +203,7 @@ def test_a_rank_that_is_killed_while_idle_turns_health_red_and_can_be_replaced(s
     assert all(np.array_equal(drawn(p.answer), expected(7)) for p in posts)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_serves_fails_its_request_alone(
     served: Served, faults: Faults, expected: Any
 ) -> None:

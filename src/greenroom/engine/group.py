@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import os
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from greenroom import distributed
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
+from greenroom.distributed.ranks import tell_failure
 from greenroom.errors import ConfigError
 from greenroom.strategies.sharing import wanted
 
@@ -48,6 +50,17 @@ def join(config: OffloadConfig | None, accelerator: Accelerator) -> None:
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=distributed.timeout()))
     atexit.register(_leave)
+
+
+@contextlib.contextmanager
+def told_of_failures(config: OffloadConfig | None) -> Iterator[None]:
+    """Lets what fails inside the block fail on the other ranks too, which are about to wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        if config is not None and wanted(config):
+            tell_failure(error)
+        raise
 
 
 def _leave() -> None:

@@ -118,14 +118,15 @@ class Omni:
         self._closed = False
         self.load_report: LoadReport | None = None
         if isinstance(model, str | os.PathLike):
-            loaded = load_checkpoint(
-                model,
-                dtype=dtype,
-                variant=variant,
-                revision=revision,
-                local_files_only=local_files_only,
-                trust_remote_code=trust_remote_code,
-            )
+            with group.told_of_failures(self._config):
+                loaded = load_checkpoint(
+                    model,
+                    dtype=dtype,
+                    variant=variant,
+                    revision=revision,
+                    local_files_only=local_files_only,
+                    trust_remote_code=trust_remote_code,
+                )
             self.pipeline: Any = loaded.pipeline
             self.load_report = loaded.report
             recommended = loaded.recommended
@@ -305,7 +306,8 @@ class Omni:
         """Frees the device after the running request; the weights keep their values on the host.
 
         Requests that come meanwhile wait for `wake`. Of an offloaded pipeline nothing is copied for that; one that
-        lies on the device as it is goes back to the host.
+        lies on the device as it is goes back to the host. Ranks that gather weights from each other have to sleep and
+        wake together.
         """
         self._worker.order(self._fall_asleep).result()
 
@@ -417,7 +419,8 @@ class Omni:
     def _fall_asleep(self) -> None:
         if self._asleep:
             return
-        if self._handle is not None:
+        # Ranks that gather need each other's devices as long as any of them is offloaded: they all undo it.
+        if self._handle is not None and not self.gathers:
             self._handle.sleep()
         else:
             self._unplace()
