@@ -281,6 +281,11 @@ class Track:
     def saw(self, block: StreamedBlock) -> None:
         self._seen.append(block)
 
+    @property
+    def seen(self) -> list[StreamedBlock]:
+        """The blocks that ran since the forward began, in order."""
+        return list(self._seen)
+
     def finish(self) -> None:
         """Learns from a finished forward: an order that the expected one does not contain replaces it.
 

@@ -328,6 +328,27 @@ def unpinned() -> Any:
     return True
 
 
+@torch.no_grad()
+def another_order() -> Any:
+    """Blocks that run in another order than declared: learned once, by all ranks."""
+    connect()
+    pipe = toys.Pipeline()
+    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.zeros(1, 4, toys.WIDTH)]}
+    order = [0, 4, 1, 5, 2, 6, 3]
+    expected = pipe.transformer(x, context, order)
+    handle = greenroom.offload(pipe, WORDS["allgather"], device=DEVICE)
+    misses = []
+    if RANK == 0:  # the others learn it without ever having computed
+        assert torch.equal(pipe.transformer(x, context, order).cpu(), expected)
+    dist.barrier()
+    for _ in range(4):
+        misses.append(handle.report().misses)
+        assert torch.equal(pipe.transformer(x, context, order).cpu(), expected)
+    misses.append(handle.report().misses)
+    handle.disable()
+    return misses
+
+
 def groups_of_two() -> Any:
     """Of four ranks, the first two share and gather, and the last two; each pair knows nothing of the other."""
     connect()

@@ -32,6 +32,12 @@ def test_an_offload_that_outlives_its_process_group(emu_module: ModuleType, tmp_
     launch.run(SCRIPT, 2, "forgets_to_disable", folder=tmp_path)
 
 
+def test_an_order_that_differs_from_the_declared_one(emu_module: ModuleType, tmp_path: Path) -> None:
+    first, second = launch.run(SCRIPT, 2, "another_order", folder=tmp_path)
+    assert first[0] > 0 and len(set(first)) == 1
+    assert set(second) == {0}
+
+
 @pytest.mark.slow
 def test_ranks_in_two_groups(emu_module: ModuleType, tmp_path: Path) -> None:
     assert launch.run(SCRIPT, 4, "groups_of_two", folder=tmp_path) == [[0, 2], [1, 2], [0, 2], [1, 2]]

@@ -13,8 +13,9 @@ Note [The row of gathers is the same on every rank]
     pass depends on is known to every rank.
 
 Note [A block that does not come by is copied whole]
-    A block that runs twice, out of order, or outside a pass, and one whose weights this rank has edited, is copied
-    from this host's memory by itself. It costs an exposed copy and concerns no other rank.
+    An order that differs from the declared one is learned by all ranks together. A block that runs twice, in yet
+    another order, or outside a pass, and one whose weights this rank has edited, is copied from this host's memory by
+    itself. It costs an exposed copy and concerns no other rank.
 
 Note [When a slot may be overwritten]
     The copy of a share waits for the gather that read the shard slot before, the gather for the block that computed
@@ -38,6 +39,9 @@ from greenroom.streaming import BlockStream, Copier, DeviceCopy, StreamedBlock, 
 SLOTS = 2
 # torch has renamed it; the arguments are the same.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+# How often the order of a component's blocks is learned: one that differs from forward to forward has none.
+_REORDERINGS = 3
 
 Shard = tuple[torch.Tensor, bool]
 
@@ -94,6 +98,10 @@ class Gatherer:
         self.gathered_bytes = 0
         self._every: dict[Track, list[_Piece]] = {}
         self._rows: dict[Track, list[_Piece]] = {}  # without the blocks that stay on the device
+        self._resident: dict[Track, frozenset[int]] = {}
+        self._reordered: Counter[Track] = Counter()
+        self.order_seen: tuple[int, list[int]] | None = None
+        """A component, by its place in `tracks`, and the order in which its blocks ran here, where that is another."""
         self._slots: list[_Slot] = []
         self._after: dict[Track, Counter[Track]] = {}  # how often which component followed
         self._latest: Track | None = None
@@ -113,7 +121,30 @@ class Gatherer:
 
     def keep(self, track: Track, resident: frozenset[int]) -> None:
         """From the next pass on, these blocks of a component stay on the device and are not gathered; on all ranks."""
+        self._resident[track] = resident
         self._rows[track] = [p for p in self._every[track] if p.block.index not in resident]
+
+    def reorder(self, track: Track, order: Sequence[int]) -> None:
+        """From the next pass on, the blocks of a component come by in this order, by their indices; on all ranks."""
+        place = {index: i for i, index in enumerate(order)}
+        self._every[track] = sorted(self._every[track], key=lambda p: place.get(p.block.index, len(place)))
+        self._reordered[track] += 1
+        self.keep(track, self._resident.get(track, frozenset()))
+        self.order_seen = None
+
+    def observe(self, track: Track, seen: Sequence[StreamedBlock]) -> None:
+        """The order in which a forward that did not fail ran the blocks."""
+        ran = list(dict.fromkeys(b.index for b in seen))
+        known = [p.block.index for p in self._every[track]]
+        rest = iter(known)
+        if all(i in rest for i in ran) or self._reordered[track] >= _REORDERINGS:
+            return
+        self.order_seen = self.tracks.index(track), ran + [i for i in known if i not in set(ran)]
+
+    @property
+    def longest(self) -> int:
+        """The most blocks that any component has."""
+        return max((len(row) for row in self._every.values()), default=0)
 
     def blocks(self, track: Track) -> list[StreamedBlock]:
         """All blocks of a component that may be gathered."""
@@ -351,6 +382,8 @@ class GatherStream(BlockStream):
             self._running = track
 
     def end_forward(self, track: Track, *, failed: bool = False) -> None:
+        if not failed:
+            self.gatherer.observe(track, track.seen)
         if self._running is track:
             self._running = None
             self._end(track)
@@ -367,6 +400,7 @@ class GatherStream(BlockStream):
     def enter(self, block: StreamedBlock) -> None:
         if block.fixed is not None or block in self._alone:
             return
+        block.track.saw(block)
         slot = self.gatherer.take(block) if self._running is block.track else None
         unit = block.unit
         piece = None if slot is None else slot.piece

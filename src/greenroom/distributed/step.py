@@ -44,7 +44,7 @@ _AFTER_ERROR = 5.0
 _PAUSE = 0.002
 _NOTHING = -1
 # What a vote consists of.
-_WANT, _WAITED, _LEAVING, _ISSUED, _NEED, _LIMIT = range(6)
+_WANT, _WAITED, _LEAVING, _ISSUED, _ORDER, _NEED, _LIMIT = range(7)
 
 
 def new_groups(ranks: Ranks) -> tuple[Any, Any]:
@@ -232,6 +232,8 @@ class Conductor:
             raise RanksError(f"they have gathered different numbers of blocks: {[v[_ISSUED] for v in votes]}")
         if all(v[_LEAVING] for v in votes):
             return False
+        if any(v[_ORDER] for v in votes):
+            self._learn_order()
         if self._budget is not None:
             self._budget.settle(max(v[_NEED] for v in votes), min(v[_LIMIT] for v in votes))
         chosen = self._choose(votes)
@@ -258,6 +260,16 @@ class Conductor:
         self.passes += 1
         return True
 
+    def _learn_order(self) -> None:
+        """Some rank ran a component's blocks in another order: that of the first such rank is everybody's from now."""
+        size = self.gatherer.longest
+        seen = self.gatherer.order_seen
+        mine = [_NOTHING] * (size + 1) if seen is None else [seen[0], *seen[1], *[_NOTHING] * (size - len(seen[1]))]
+        for track, *order in self._exchange(mine):
+            if track != _NOTHING:
+                self.gatherer.reorder(self.gatherer.tracks[track], [i for i in order if i != _NOTHING])
+                return
+
     def _grant(self) -> bool:
         """Lets the computing thread go, unless it has given up waiting."""
         with self._changed:
@@ -277,7 +289,14 @@ class Conductor:
             self._pause = min(HEARTBEAT, 1.5 * self._pause)
             self._waited += self._want != _NOTHING
             figures = self._budget.figures() if self._budget is not None else (0, 0)
-            return [self._want, self._waited, int(self._leaving), self.gatherer.issued, *figures]
+            return [
+                self._want,
+                self._waited,
+                int(self._leaving),
+                self.gatherer.issued,
+                int(self.gatherer.order_seen is not None),
+                *figures,
+            ]
 
     def _known(self) -> bool:
         return self._want != _NOTHING or self._leaving or not self._soon
