@@ -1,6 +1,7 @@
-"""Writes the support table of the README from the results of tests/architectures.
+"""Writes the support table of the README from the results of tests/architectures and tests/distributed.
 
 python -m pytest tests/architectures        # leaves out/support.json
+python -m pytest tests/distributed/test_every_architecture.py   # leaves out/support_distributed.json
 python scripts/support_table.py             # takes it over into docs/support.json and the README
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "out" / "support.json"
+RANKS = ROOT / "out" / "support_distributed.json"
 KEPT = ROOT / "docs" / "support.json"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- support-table:begin -->", "<!-- support-table:end -->"
@@ -21,6 +23,7 @@ WAYS = {
     "layerwise dit": "layerwise, DiT",
     "layerwise dit and text_encoder": "layerwise, DiT and text encoders",
     "budget at half": "budget for half of the weights",
+    "two ranks": "gathered by two ranks",
 }
 # Name of the tiny pipeline (None: not yet supported), name of the pipeline, an example.
 ROWS = (
@@ -78,7 +81,14 @@ def inserted(readme: str, results: Results) -> str:
 
 
 def main() -> int:
-    results = json.loads(MEASURED.read_text())
+    """Takes over what was measured last; what was not measured here stays as it is."""
+    results: Results = json.loads(KEPT.read_text())
+    if MEASURED.exists():
+        for name, ways in json.loads(MEASURED.read_text()).items():
+            results.setdefault(name, {}).update(ways)
+    if RANKS.exists():
+        for name, cells in json.loads(RANKS.read_text()).items():
+            results.setdefault(name, {})["two ranks"] = cells
     KEPT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     README.write_text(inserted(README.read_text(), results))
     return 0

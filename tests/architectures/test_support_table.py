@@ -32,7 +32,7 @@ def test_the_committed_table_is_up_to_date(script: ModuleType) -> None:
 def test_the_kept_results_cover_the_matrix(script: ModuleType) -> None:
     results = json.loads(script.KEPT.read_text())
     cells = {(name, way, dtype) for name, ways in results.items() for way, of in ways.items() for dtype in of}
-    ways = [*CASES, *((name, "budget at half") for name in testing.ARCHITECTURES)]
+    ways = [*CASES, *((name, way) for name in testing.ARCHITECTURES for way in ("budget at half", "two ranks"))]
     assert cells == {(name, way, dtype) for name, way in ways for dtype in DTYPES}
 
 
@@ -42,5 +42,5 @@ def test_a_cell_that_was_not_exact_says_so(script: ModuleType) -> None:
     del results["flux2"]
     lines = script.table(results).splitlines()
     assert any("StableDiffusionXL" in line and "not exact in bf16" in line for line in lines)
-    assert any("Flux2" in line and line.count("not exact in fp32, bf16") == 4 for line in lines)
-    assert sum(line.count("not yet") for line in lines) == 8
+    assert any("Flux2" in line and line.count("not exact in fp32, bf16") == 5 for line in lines)
+    assert sum(line.count("not yet") for line in lines) == 10
