@@ -44,7 +44,7 @@ def _device_is_empty_at_first(request: pytest.FixtureRequest) -> None:
     if "greenroom.emulator" not in sys.modules:
         return
     for found in gc.get_objects():
-        if isinstance(found, functools._lru_cache_wrapper) and str(found.__module__).startswith("diffusers."):
+        if type(found) is functools._lru_cache_wrapper and str(found.__module__).startswith("diffusers."):
             found.cache_clear()
     gc.collect()
     left = [torch.emu.memory_allocated(index) for index in range(torch.emu.device_count())]
