@@ -255,6 +255,36 @@ def failing_starts() -> Any:
     return errors
 
 
+def injected(count: str) -> Any:
+    """A copy or an allocation fails on one rank, anywhere in a call: that call fails or recovers, and nothing else."""
+    connect()
+    pipe = Requests()
+    expected = pipe(seed=RANK)
+    outcomes = []
+    dice = random.Random(7)
+    for words in ({**WORDS["allgather encoders"]}, {**WORDS["allgather"], "memory_budget": "2MB"}):
+        handle = greenroom.offload(pipe, words, device=DEVICE)
+        assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+        for _ in range(int(count)):
+            fault, k = dice.choice(["fail_copy", "fail_allocation"]), dice.randrange(1, 90)
+            if RANK == SIZE - 1:
+                getattr(emu, fault)(k)
+            try:
+                made = pipe(DEVICE, seed=RANK)
+                outcomes.append("made")
+            except RuntimeError as error:
+                assert RANK == SIZE - 1 and "injected" in str(error), error
+                outcomes.append("failed")
+            else:
+                assert torch.equal(made, expected), (fault, k)
+            getattr(emu, fault)(None)
+            assert handle.ranks.broken is None, (fault, k, handle.ranks.broken)
+            assert torch.equal(pipe(DEVICE, seed=RANK), expected), (fault, k)
+        handle.disable()
+        assert torch.equal(pipe(seed=RANK), expected)
+    return outcomes
+
+
 def absent() -> Any:
     """One rank never comes."""
     connect()

@@ -19,6 +19,13 @@ def test_failing_starts(emu_module: ModuleType, tmp_path: Path, size: int) -> No
     launch.run(SCRIPT, size, "failing_starts", folder=tmp_path, seconds=200)
 
 
+def test_a_copy_or_an_allocation_fails(emu_module: ModuleType, tmp_path: Path) -> None:
+    """Anywhere in the calls of one rank: the other does not notice."""
+    first, last = launch.run(SCRIPT, 2, "injected", "10", folder=tmp_path)
+    assert set(first) == {"made"} and len(first) == 20
+    assert "failed" in last
+
+
 def test_a_rank_that_never_comes(emu_module: ModuleType, tmp_path: Path) -> None:
     found = launch.run(SCRIPT, 2, "absent", folder=tmp_path, env={"GREENROOM_RANKS_TIMEOUT": "3"})
     assert "GREENROOM_RANKS_TIMEOUT" in found[0]

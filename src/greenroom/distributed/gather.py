@@ -294,7 +294,13 @@ class Gatherer:
         while self.issued < self._first + self._count:
             for slot in self._slots:
                 slot.passed = slot.passed or slot.item < end
-            self._pump()
+            try:
+                self._pump()
+            except RanksError:
+                raise
+            except RuntimeError:
+                # The other ranks cannot do without this gather; a copy that fails once more is a broken device.
+                self._pump()
         for slot in self._slots:
             slot.passed = slot.item < end
         self._at = len(self._row)
