@@ -99,6 +99,17 @@ def test_edits_concern_one_rank(emu_module: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_two_hosts(emu_module: ModuleType, tmp_path: Path) -> None:
+    """Each host has the weights once; gathers go over both."""
+    assert launch.run(SCRIPT, 4, "hosts", "two", folder=tmp_path) == [[[2, 2], 0]] * 4
+
+
+def test_ranks_that_cannot_share_memory(emu_module: ModuleType, tmp_path: Path) -> None:
+    """Each has a copy of its own and says so; what one edits is not what it contributes."""
+    assert launch.run(SCRIPT, 2, "hosts", "none", folder=tmp_path) == [[[1, 1], 2]] * 2
+
+
+@pytest.mark.slow
 def test_weights_that_are_sharded_already(emu_module: ModuleType, tmp_path: Path) -> None:
     launch.run(SCRIPT, 2, "sharded_already", folder=tmp_path)
 

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -76,7 +77,9 @@ class SharedMasters:
         leads = ranks.local[0] == ranks.rank
         fd, address = -1, None
         try:
-            if leads and hasattr(os, "memfd_create"):
+            if leads and len(ranks.local) == 1:
+                fd = _memory(nbytes)
+            elif leads and hasattr(os, "memfd_create"):
                 fd = _memory(nbytes)
                 address = f"/proc/{os.getpid()}/fd/{fd}"
             offered = ranks.meeting.answer("shared memory", address)[ranks.local[0]]
@@ -92,9 +95,7 @@ class SharedMasters:
                 self.ranks_here = (ranks.rank,)
                 if fd >= 0:
                     os.close(fd)
-                    fd = -1
-                own = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-                return own, own
+                fd = _memory(nbytes)
             with torch.inference_mode(False):
                 shared = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
                 private = torch.frombuffer(mmap.mmap(fd, nbytes, flags=_PRIVATE), dtype=torch.uint8)
@@ -160,18 +161,22 @@ class SharedMasters:
     def look(self, units: Sequence[HostUnit]) -> None:
         """Notices units whose master was edited: its version counters moved, or this rank has pages of its own of it.
 
-        Edits through `.data` move no counter.
+        Edits through `.data` move no counter. Where the system does not tell about pages, bytes are compared.
         """
         for unit in units:
             unit.look()
         wanted = {id(u) for u in units if u.shared is not None and not u.diverged}
-        if not wanted or self._private is None or self._private is self._shared:
+        if not wanted or self._private is None or self._shared is None:
             return
         own = _own_pages(self._private)
-        if own is None or not bool(own.any()):
+        if own is not None and not bool(own.any()):
             return
-        for start, unit in zip(self._starts, self._units, strict=True):
-            if id(unit) in wanted:
+        for i, (start, unit) in enumerate(zip(self._starts, self._units, strict=True)):
+            if id(unit) not in wanted:
+                continue
+            if own is None:
+                unit.diverged = not torch.equal(*self._slabs(i))
+            else:
                 unit.diverged = bool(own[start // PAGE : -(-(start + unit.nbytes) // PAGE)].any())
 
     def close(self) -> None:
@@ -189,7 +194,12 @@ def _give_freed_memory_back() -> None:
 
 
 def _memory(nbytes: int) -> int:
-    fd = os.memfd_create("greenroom weights", os.MFD_CLOEXEC)
+    """A file without a name, in memory where the system has that."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("greenroom weights", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
     try:
         # Now, as an error; a page that is missing later would be a signal that ends the process.
         os.posix_fallocate(fd, 0, nbytes)

@@ -263,11 +263,13 @@ def _refuse_sharded(name: str, module: torch.nn.Module, transfers: dict[str, str
             "fully_shard, whose weights the ranks then share by layer_options"
         )
     sharded = any(type(t).__name__ == "DTensor" for t in (*module.parameters(), *module.buffers()))
+    parallel = getattr(module, "_parallel_config", None)  # of diffusers, whose shards are tensors like any other
+    sharded = sharded or getattr(parallel, "tensor_parallel_config", None) is not None
     if sharded and transfers.get(name) != RANK_LOCAL and name in transfers:
         raise ConfigError(
             "weight_transfer",
             transfers[name],
-            f'"{RANK_LOCAL}" for {name}, whose parameters are DTensors: they are sharded over the ranks already',
+            f'"{RANK_LOCAL}" for {name}, whose weights are sharded over the ranks already (DTensors, tensor parallel)',
         )
     return sharded
 
