@@ -36,7 +36,7 @@ DeviceOption = Annotated[
 
 
 # Fields of errors that are flags of the same name here.
-_FLAGS = frozenset({"dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size"})
+_FLAGS = frozenset({"dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size", "usp"})
 
 
 def _told(error: Exception, memory_budget: str | None) -> str:
@@ -185,6 +185,9 @@ def serve(
     data_parallel_size: Annotated[
         int, typer.Option(min=1, help="Ranks: processes with a device each, which serve different requests.")
     ] = 1,
+    usp: Annotated[
+        int, typer.Option(min=1, help="Ranks that compute each request together (Ulysses sequence parallelism).")
+    ] = 1,
     rank_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds without a sign of life after which a rank counts as dead.")
     ] = 30.0,
@@ -261,7 +264,7 @@ def serve(
         request_timeout=request_timeout,
     )
     try:
-        engine = start_engine(model, data_parallel_size=data_parallel_size, rank_timeout=rank_timeout, **words)
+        engine = start_engine(model, data_parallel_size=data_parallel_size, usp=usp, rank_timeout=rank_timeout, **words)
     except (GreenroomError, OSError, ImportError) as error:
         raise _fail(_told(error, memory_budget)) from None
     except torch.OutOfMemoryError as error:

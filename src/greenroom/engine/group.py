@@ -41,9 +41,10 @@ def local_device(device: str | torch.device) -> str | torch.device:
     return f"{wanted.type}:{_number('LOCAL_RANK', rank())}"
 
 
-def join(config: OffloadConfig | None, accelerator: Accelerator) -> None:
-    """Makes the process group where the configuration needs one and nobody has made it yet."""
-    if config is None or not wanted(config) or world_size() < 2 or dist.is_initialized():
+def join(config: OffloadConfig | None, accelerator: Accelerator, *, needed: bool = False) -> None:
+    """Makes the process group where the configuration, or the caller, needs one and nobody has made it yet."""
+    needed = needed or (config is not None and wanted(config))
+    if not needed or world_size() < 2 or dist.is_initialized():
         return
     accelerator.make_current()
     kind = accelerator.device.type

@@ -102,6 +102,8 @@ class Job:
         self.started: float | None = None
         self.finished: float | None = None
         self._why: str | None = None
+        self.agree: Callable[[bool], bool] | None = None
+        """Asks others who compute the same request whether one of them has given it up. For the engine."""
         self._lock = threading.Lock()
         self._listeners: list[Callable[[Job], None]] = []
 
@@ -131,8 +133,14 @@ class Job:
         limit = self.request.timeout_s
         if limit is not None and time.monotonic() - self.created > limit:
             self.cancel(f"it took longer than {limit:g} s")
-        if self._why is not None:
-            raise RequestCancelled(self._why)
+        given_up = self._why is not None
+        if self.agree is not None:
+            # What all have agreed upon counts, and not what has come in since.
+            given_up = self.agree(given_up)
+            if given_up:
+                self.cancel("by another rank")
+        if given_up:
+            raise RequestCancelled(self._why or "by its caller")
 
     def listen(self, listener: Callable[[Job], None]) -> None:
         """Calls `listener` on each change, on the worker's thread; it must return quickly."""

@@ -23,6 +23,7 @@ from greenroom.engine.job import Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits, read_image
 from greenroom.engine.runner import Runner
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.engine.together import Together, check_usp
 from greenroom.engine.view import LiveView
 from greenroom.engine.worker import Worker
 from greenroom.errors import ConfigError, GreenroomError, OffloadError
@@ -73,6 +74,8 @@ class Omni:
         enable_cpu_offload, enable_layerwise_offload, enable_distributed_layerwise_offload, dlo_*: the legacy flags.
         variant, revision, local_files_only, trust_remote_code: as for `greenroom.loading.load_checkpoint`.
         max_queue: most requests that may wait; None for no limit.
+        usp: ranks of a torchrun job that compute each request together, by Ulysses sequence parallelism; each of
+            them has to be given the same requests, seeds included.
 
     Raises:
         ConfigError, TopologyError, NotSupportedError: as `greenroom.offload`; words are checked before anything is
@@ -97,6 +100,7 @@ class Omni:
         local_files_only: bool = False,
         trust_remote_code: bool = False,
         max_queue: int | None = None,
+        usp: int = 1,
         **legacy: Any,
     ) -> None:
         flags: dict[str, Any] = {
@@ -109,9 +113,11 @@ class Omni:
         config = parse_config(diffusion_offload_config, memory=memory_budget, **flags, **legacy)
         wanted = diffusion_offload_config is not None or memory_budget is not None or any(flags.values())
         check_dtype(dtype)
+        check_usp(usp)
         self._accelerator = Accelerator.of(group.local_device(find_device(device)))
         self._config: OffloadConfig | None = config if wanted else None
-        group.join(self._config, self._accelerator)
+        group.join(self._config, self._accelerator, needed=usp > 1)
+        self._together = Together(usp, self._accelerator) if usp > 1 else None
         self._max_queue = max_queue
         self._lock = threading.Lock()
         self._asleep = False
@@ -137,6 +143,9 @@ class Omni:
             self.model = type(model).__name__
         else:
             raise ConfigError("model", model, "a folder, a hub id or a diffusers pipeline")
+        if self._together is not None:
+            with group.told_of_failures(self._config):
+                self._together.spread(self.pipeline)
         self._recommended: dict[str, Any] = dict(recommended)
         self.facts: ModelFacts = facts_of(self.pipeline, recommended)
         self._handle: Handle | None = None
@@ -182,6 +191,7 @@ class Omni:
 
     def enqueue(self, job: Job) -> Job:
         """As `submit`, for a job that somebody follows already."""
+        job.agree = self._together.agree if self._together is not None else None
         return self._worker.submit(job)
 
     def cancel_swept(self) -> None:
@@ -368,6 +378,8 @@ class Omni:
         return worker
 
     def _set_up(self) -> None:
+        if self._together is not None:
+            self._together.thread = threading.current_thread()
         self._unplace()
         self._place(self._config)
         self._asleep = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections import deque
@@ -80,7 +81,9 @@ class OmniRanks:
 
     Args:
         model: a diffusers folder or a hub id.
-        data_parallel_size: the number of ranks.
+        data_parallel_size: how many requests are computed at once.
+        usp: ranks that compute each request together, by Ulysses sequence parallelism; there are
+            `data_parallel_size * usp` ranks.
         device: a kind of device, such as "cuda" or "emu"; rank i computes on the device with index i.
         max_queue: most requests that may wait; None for no limit.
         launcher: how the ranks are started; None for processes of this host.
@@ -99,7 +102,8 @@ class OmniRanks:
         self,
         model: str | os.PathLike[str],
         *,
-        data_parallel_size: int,
+        data_parallel_size: int = 1,
+        usp: int = 1,
         device: str | torch.device | None = None,
         max_queue: int | None = None,
         rank_timeout: float = 30.0,
@@ -109,6 +113,8 @@ class OmniRanks:
     ) -> None:
         if isinstance(data_parallel_size, bool) or not isinstance(data_parallel_size, int) or data_parallel_size < 1:
             raise ConfigError("data_parallel_size", data_parallel_size, "a number of ranks, 1 or more")
+        if isinstance(usp, bool) or not isinstance(usp, int) or usp < 1:
+            raise ConfigError("usp", usp, "a number of ranks, 1 or more")
         if not isinstance(model, str | os.PathLike):
             raise ConfigError(
                 "model", type(model).__name__, "a folder or a hub id where several ranks load it, each for itself"
@@ -116,15 +122,17 @@ class OmniRanks:
         self._config = _configuration(words)
         check_dtype(dtype)
         if launcher is None:
-            devices: Sequence[Any] = rank_devices(find_device(device), data_parallel_size)
+            devices: Sequence[Any] = rank_devices(find_device(device), data_parallel_size * usp)
             launcher = Processes(devices)
         else:
-            devices = [device] * data_parallel_size  # each finds its own
+            devices = [device] * (data_parallel_size * usp)  # each finds its own
         self._launcher = launcher
-        self._begins = [Begin(os.fspath(model), {**words, "dtype": dtype, "device": each}) for each in devices]
+        words = {**words, "dtype": dtype, "usp": usp}
+        self._begins = [Begin(os.fspath(model), {**words, "device": each}) for each in devices]
+        self._usp = usp
         # Ranks that gather need each other in every step; those that share host memory only need to start together.
         self._gathers = False
-        self._grouped = self._config is not None and wanted(self._config)
+        self._grouped = usp > 1 or (self._config is not None and wanted(self._config))
         self._rank_timeout = rank_timeout
         self.max_queue = max_queue
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -150,7 +158,7 @@ class OmniRanks:
         self._thread = threading.Thread(target=self._main, name="greenroom-front", daemon=True)
         self._thread.start()
         try:
-            self._start(range(data_parallel_size)).result()
+            self._start(range(len(self._begins))).result()
         except BaseException:
             self.shutdown(timeout_s=0)
             raise
@@ -179,8 +187,9 @@ class OmniRanks:
             if self._closed or not serving:
                 raise WorkerDied("the engine was shut down" if self._closed else f"no rank is left ({self._cause()})")
             if self.max_queue is not None and len(self._jobs) >= self.max_queue:
-                ahead = len(self._jobs) + sum(link.job is not None for link in serving)
-                raise QueueFull(len(self._jobs), max(1, min(600, round(ahead * self._typical_s / len(serving)))))
+                ahead = len(self._jobs) + sum(link.job is not None for link in serving) / self._usp
+                seconds = ahead * self._typical_s * self._usp / len(serving)
+                raise QueueFull(len(self._jobs), max(1, min(600, round(seconds))))
             self._jobs.append(job)
         self._inbox.put(None)
         return job
@@ -301,13 +310,10 @@ class OmniRanks:
     def sleep(self) -> None:
         """Frees the devices after the running requests; requests that come meanwhile wait for `wake`."""
         self._order("sleep").result()
-        self._asleep = True
 
     def wake(self) -> None:
         """Brings back what `sleep` freed; the next request gives the same bits as before."""
         self._order("wake").result()
-        self._asleep = False
-        self._inbox.put(None)
 
     def restart(self) -> None:
         """Starts ranks in place of dead ones. Where the ranks share weights, all of them, once none serves.
@@ -376,7 +382,13 @@ class OmniRanks:
         """Ranks that requests may be given to, now or soon."""
         if self._gathers and any(link.state == GONE for link in self._links):
             return []
-        return [link for link in self._links if link.state != GONE]
+        replicas = [self._mates(link) for link in self._links[:: self._usp]]
+        return [link for mates in replicas if all(m.state != GONE for m in mates) for link in mates]
+
+    def _mates(self, link: Link) -> list[Link]:
+        """The ranks that compute requests together with one, itself included; the first gives the results."""
+        first = link.rank - link.rank % self._usp
+        return self._links[first : first + self._usp]
 
     def _cause(self) -> str | None:
         causes = [f"{link.name}: {link.cause}" for link in self._links if link.cause is not None]
@@ -484,25 +496,44 @@ class OmniRanks:
         elif isinstance(message, Answer):
             link.answered(message)
         elif link.job is not None and isinstance(message, Progress) and message.request_id == link.job.id:
-            link.progress(message.changes)
+            link.progress(message.changes, tell=link.rank % self._usp == 0)
         elif link.job is not None and isinstance(message, Outcome) and message.request_id == link.job.id:
             self._over(link, link.job, message)
 
     def _over(self, link: Link, job: Job, outcome: Outcome) -> None:
-        link.job = None
-        result, error = outcome.result, outcome.error
-        if result is not None:
-            queued = (job.started or job.created) - job.created
-            metrics = replace(result.metrics, queue_s=queued)
-            result = replace(result, metrics=metrics)
-            counts = self._counts[link.rank]
+        """A rank has ended its part of a request; the last one ends the request."""
+        now = time.monotonic()
+        link.job, link.outcome = None, outcome
+        if outcome.result is not None:
+            counts, metrics = self._counts[link.rank], outcome.result.metrics
             counts["served"] += 1
             counts["copied"] += metrics.bytes_to_device
             counts["steps"] += metrics.steps
             self._typical_s = 0.7 * self._typical_s + 0.3 * metrics.total_s
-        elif error is not None and self._gathers and self._cause() and not isinstance(error, RequestCancelled):
-            error = WorkerDied(f"another rank has ended ({self._cause()}): {error}")
-        job.finish(result, error)
+        mates = self._mates(link)
+        if outcome.error is not None:
+            for mate in mates:
+                if mate.job is job and mate.end_by is None:
+                    mate.end_by = now + self._rank_timeout
+        if any(mate.job is job for mate in mates) or job.future.done():
+            return
+        outcomes = [m.outcome for m in mates if m.outcome is not None and m.outcome.request_id == job.id]
+        errors = [o.error for o in outcomes if o.error is not None]
+        if errors:
+            # What the pipeline or the user says comes first: "a peer went away" is a consequence.
+            errors.sort(key=lambda e: not isinstance(e, GreenroomError))
+            job.finish(None, self._told_with_cause(errors[0]))
+            return
+        result = outcomes[0].result
+        assert result is not None
+        metrics = replace(result.metrics, queue_s=(job.started or job.created) - job.created)
+        job.finish(replace(result, metrics=metrics), None)
+
+    def _told_with_cause(self, error: BaseException) -> BaseException:
+        """An error, or what lies behind it where a rank has died that others need."""
+        if isinstance(error, RequestCancelled) or not self._cause() or not (self._gathers or self._usp > 1):
+            return error
+        return WorkerDied(f"another rank has ended ({self._cause()}): {error}")
 
     def _lose(self, link: Link, cause: str) -> None:
         """A rank is gone, or has to go."""
@@ -513,14 +544,14 @@ class OmniRanks:
         link.gone(None if expected else cause)
         if not (expected and link.closed):
             link.kill()
-        if job is not None:
+        if job is not None and not job.future.done():
             if expected or self._closed:
                 job.finish(None, RequestCancelled("the engine is shutting down"))
             else:
                 job.finish(None, WorkerDied(f"{link.name} ended while it served this request ({cause})"))
-        if self._gathers and not expected and self._starting is None:
-            # The others cannot compute without it. What they run ends by itself, in an error, or is ended.
-            for other in self._links:
+        if not expected and self._starting is None:
+            # Those that need it in every step: what they run ends by itself, in an error, or is ended.
+            for other in self._links if self._gathers else self._mates(link):
                 if other.state != GONE and other.kill_at is None:
                     other.kill_at = time.monotonic() + self._rank_timeout
         if not self._serving() and self._starting is None:
@@ -543,6 +574,8 @@ class OmniRanks:
             patience = self._rank_timeout if link.heard else max(_FIRST, self._rank_timeout)
             if link.state != GONE and now - link.seen_at > patience:
                 self._lose(link, f"no sign of life for {patience:g} s")
+            elif link.job is not None and link.end_by is not None and now > link.end_by:
+                self._lose(link, "a rank that computed the same request has failed, and this one waits for it")
             elif (limit := link.stuck_for(self._rank_timeout)) is not None:
                 self._lose(link, f"it did not end a request within {limit:.0f} s after that was given up")
             elif link.state != GONE and link.kill_at is not None and (now > link.kill_at or link.job is None):
@@ -587,6 +620,9 @@ class OmniRanks:
         if errors or not order.asked:
             order.future.set_exception(errors[0] if errors else WorkerDied(f"no rank is left ({self._cause()})"))
         else:
+            # Here and not where it was asked for: until then, a rank that sleeps could be given a request.
+            if order.what in ("sleep", "wake"):
+                self._asleep = order.what == "sleep"
             order.future.set_result([future.result() for future in order.asked.values()])
 
     def _hand_out(self) -> None:
@@ -595,16 +631,25 @@ class OmniRanks:
             _finish_given_up(job)
         if self._asleep or self._orders or self._wanted is not None or self._stops_sent:
             return
-        for link in self._serving():
+        for link in self._serving()[:: self._usp]:
             if not self._jobs:
                 return
-            if link.state == READY and link.job is None:
+            mates = self._mates(link)
+            if all(m.state == READY and m.job is None for m in mates):
                 job = self._jobs.popleft()
-                link.begin(job)
                 job.started = time.monotonic()
                 job.tell(state=RUNNING, phase=QUEUED)
-                # The limit counts from the job's arrival here, so this side keeps it.
-                link.wire.send(Submit(replace(job.request, timeout_s=None)))
+                request = self._for_ranks(job.request)
+                for mate in mates:
+                    mate.begin(job)
+                    mate.wire.send(Submit(request, with_result=mate is link))
+
+    def _for_ranks(self, request: Request) -> Request:
+        """A request as ranks get it: the limit counts from its arrival here, and those together need one seed."""
+        params = request.params
+        if self._usp > 1 and params.seed is None:
+            params = params.copy(seed=secrets.randbelow(2**32))
+        return replace(request, params=params, timeout_s=None)
 
     def _close(self) -> bool:
         """Goes on with the shutdown; True when it is done."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from greenroom.engine.errors import WorkerDied
 from greenroom.engine.job import Job
-from greenroom.engine.ranks.wire import Answer, Ask, Ready, Wire
+from greenroom.engine.ranks.wire import Answer, Ask, Outcome, Ready, Wire
 
 STARTING, READY, GONE = "starting", "ready", "gone"
 _NUMBERS = itertools.count(1)
@@ -52,6 +52,9 @@ class Link:
         self.seen_at = time.monotonic()
         self.heard = False
         self.kill_at: float | None = None
+        self.end_by: float | None = None
+        """When the request has to have ended: another rank that computes it has failed."""
+        self.outcome: Outcome | None = None
         self.killed = False
         self.closed = False
         self._asked: dict[int, Future[Any]] = {}
@@ -66,13 +69,14 @@ class Link:
     def begin(self, job: Job) -> None:
         """Notes that the rank serves `job` from now on."""
         self.job, self.told_to_cancel, self.progress_at = job, None, time.monotonic()
+        self.outcome, self.end_by = None, None
 
-    def progress(self, changes: Mapping[str, Any]) -> None:
-        """Tells the job how far it is."""
+    def progress(self, changes: Mapping[str, Any], *, tell: bool) -> None:
+        """Notes that a step is done, and tells the job so."""
         now = time.monotonic()
         self.longest_step = max(self.longest_step, now - self.progress_at)
         self.progress_at = now
-        if self.job is not None:
+        if self.job is not None and tell:
             self.job.tell(**changes)
 
     def stuck_for(self, timeout_s: float) -> float | None:

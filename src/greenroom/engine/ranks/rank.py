@@ -103,6 +103,7 @@ class Rank:
         request_id = job.id
         self._jobs[request_id] = job
         told: dict[str, Any] = {}
+        with_result = message.with_result
 
         def tell(job: Job) -> None:
             now = {"state": job.state, "phase": job.phase, "step": job.step, "steps": job.steps}
@@ -113,7 +114,7 @@ class Rank:
         def done(future: Future[OmniResult]) -> None:
             # Names neither the job nor its error: a cycle would keep what the failed call had on the device.
             self._jobs.pop(request_id, None)
-            self._wire.send(_outcome(request_id, future))
+            self._wire.send(_outcome(request_id, future, with_result))
 
         job.listen(tell)
         job.future.add_done_callback(done)
@@ -151,11 +152,13 @@ class Rank:
         self._wire.flush(_FLUSH)
 
 
-def _outcome(request_id: str, future: Future[OmniResult]) -> Outcome:
+def _outcome(request_id: str, future: Future[OmniResult], with_result: bool) -> Outcome:
     error = future.exception()
     if error is not None:
         return Outcome(request_id, None, portable(error))
-    return Outcome(request_id, _on_host(future.result()), None)
+    result = future.result()
+    result = _on_host(result) if with_result else replace(result, images=[], videos=[], audio=None)
+    return Outcome(request_id, result, None)
 
 
 def _on_host(result: OmniResult) -> OmniResult:

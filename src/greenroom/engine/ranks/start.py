@@ -12,7 +12,7 @@ from greenroom.errors import ConfigError
 
 
 def start_engine(
-    model: Any, *, data_parallel_size: int = 1, rank_timeout: float = 30.0, **words: Any
+    model: Any, *, data_parallel_size: int = 1, usp: int = 1, rank_timeout: float = 30.0, **words: Any
 ) -> Omni | OmniRanks:
     """`Omni` for one rank, else `OmniRanks`: over the ranks of a torchrun job inside one, else over new processes.
 
@@ -22,11 +22,17 @@ def start_engine(
     """
     world = group.world_size()
     if world > 1:
-        if data_parallel_size not in (1, world):
+        if usp < 1 or world % usp:
+            raise ConfigError("usp", usp, f"a divisor of {world}, the number of ranks that torchrun has started")
+        if data_parallel_size not in (1, world // usp):
             raise ConfigError(
-                "data_parallel_size", data_parallel_size, f"{world}, the number of ranks that torchrun has started"
+                "data_parallel_size",
+                data_parallel_size,
+                f"{world // usp}: torchrun has started {world} ranks"
+                + (f", {usp} for each request" if usp > 1 else ""),
             )
-        return OmniRanks(model, data_parallel_size=world, rank_timeout=rank_timeout, launcher=Torchrun(), **words)
-    if data_parallel_size > 1:
-        return OmniRanks(model, data_parallel_size=data_parallel_size, rank_timeout=rank_timeout, **words)
+        data_parallel_size = world // usp
+        words = {**words, "launcher": Torchrun()}
+    if data_parallel_size * usp > 1:
+        return OmniRanks(model, data_parallel_size=data_parallel_size, usp=usp, rank_timeout=rank_timeout, **words)
     return Omni(model, **words)

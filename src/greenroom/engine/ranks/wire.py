@@ -37,7 +37,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class Submit:
+    """A request; of ranks that compute it together, one is asked for the result."""
+
     request: Request
+    with_result: bool = True
 
 
 @dataclass(frozen=True)
