@@ -36,11 +36,11 @@ class ComponentReport:
         placement: "resident", "swap" or "stream".
         weights: all parameters and buffers, shared ones once.
         resident: what stays on the device.
-        moved: what is copied to the device when the component is used once.
+        moved: what this process copies to the device when the component is used once.
         blocks: number of blocks known.
         streamed_blocks: number of blocks that pass through the arena.
         pageable: host bytes that are not pinned; they reach the device through the staging ring.
-        note: what could not be moved and stays on the device, if anything.
+        note: what could not be moved and stays on the device, and whether blocks are gathered from several ranks.
     """
 
     name: str
@@ -401,6 +401,12 @@ def report_of(runtime: Runtime) -> Report:
         streamed = part.streamed
         moved = sum(b.unit.nbytes for b in streamed)
         stays = part.other_bytes + sum(b.unit.nbytes for b in blocks) - moved
+        pageable = sum(u.nbytes for u in part.units if not u.pinned)
+        note = _unmovable(part.unmovable)
+        if runtime.sharing is not None and runtime.gathers(part):
+            moved, loose = runtime.sharing.shares(part)
+            pageable += loose - sum(b.unit.nbytes for b in streamed if not b.unit.pinned)
+            note = "; ".join(filter(None, (note, f"gathered from {runtime.sharing.ranks.size} ranks")))
         if part.share.hold == "phase":
             phases[part.group] = phases.get(part.group, 0) + stays + part.share.arena_bytes
             resident = part.pinned_down.nbytes
@@ -418,8 +424,8 @@ def report_of(runtime: Runtime) -> Report:
                 moved=moved,
                 blocks=len(blocks),
                 streamed_blocks=len(streamed),
-                pageable=sum(u.nbytes for u in part.units if not u.pinned),
-                note=_unmovable(part.unmovable),
+                pageable=pageable,
+                note=note,
             )
         )
     companions = phases.pop("companion", 0)

@@ -535,6 +535,8 @@ def counters(transfer: str, residents: str) -> Any:
         "misses": report.misses,
         "pinned": report.pinned,
         "arena": report.arena,
+        "moved": report.components[0].moved,
+        "pageable": report.components[0].pageable,
     }
 
 

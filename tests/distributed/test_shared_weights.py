@@ -41,6 +41,7 @@ def test_a_gathering_rank_copies_its_share(emu_module: ModuleType, tmp_path: Pat
         assert found["passes"] >= 4  # of four forwards; more where the ranks began at different moments
         # Tensors and blocks are aligned to 64 and 512 bytes, four tensors to a block.
         assert share <= found["copied"] / found["passes"] <= share + len(found["blocks"]) * 1024
+        assert found["moved"] == found["copied"] / found["passes"] and found["pageable"] == 0
         widest = max(found["blocks"])
         rest = found["weights"] - sum(found["blocks"])
         slots = 2 * widest + 2 * widest / size

@@ -146,6 +146,10 @@ class Gatherer:
         """The most blocks that any component has."""
         return max((len(row) for row in self._every.values()), default=0)
 
+    def pieces(self, track: Track) -> list[_Piece]:
+        """What a pass of the component gathers."""
+        return list(self._rows.get(track, ()))
+
     def blocks(self, track: Track) -> list[StreamedBlock]:
         """All blocks of a component that may be gathered."""
         return [p.block for p in self._every.get(track, ())]

@@ -216,6 +216,11 @@ class Sharing:
         """Bytes of the slots."""
         return self.gatherer.slot_bytes if self.gatherer is not None else 0
 
+    def shares(self, part: Part) -> tuple[int, int]:
+        """Bytes of this rank's shares of a part's gathered blocks, and how many of them are pageable."""
+        pieces = self.gatherer.pieces(part.track) if self.gatherer is not None and part.track is not None else []
+        return sum(p.share for p in pieces), sum(p.share for p in pieces if not p.pinned)
+
     @property
     def standing(self) -> Standing:
         conductor = self.conductor
