@@ -189,7 +189,7 @@ def serve(
         int, typer.Option(min=1, help="Ranks that compute each request together (Ulysses sequence parallelism).")
     ] = 1,
     rank_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds without a sign of life after which a rank counts as dead.")
+        float, typer.Option(min=3, help="Seconds without a sign of life after which a rank counts as dead.")
     ] = 30.0,
     memory_budget: Annotated[
         str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')

@@ -237,6 +237,8 @@ def test_words_are_checked_before_anything_is_started(served: Served) -> None:
         OmniRanks("nowhere", data_parallel_size=2, diffusion_offload_config={"mode": "layers"}, device="emu")
     with pytest.raises(ConfigError, match="data_parallel_size"):
         OmniRanks("nowhere", data_parallel_size=0, device="emu")
+    with pytest.raises(ConfigError, match="rank_timeout"):
+        OmniRanks("nowhere", data_parallel_size=2, device="emu", rank_timeout=0)
     with pytest.raises(OffloadError, match="emu:1"):
         OmniRanks("nowhere", data_parallel_size=2, device="emu:1")
     with pytest.raises(ConfigError, match="model"):

@@ -18,6 +18,7 @@ import torch
 from greenroom.engine.job import Job, OmniResult
 from greenroom.engine.omni import Omni
 from greenroom.engine.ranks.wire import (
+    BEAT,
     Answer,
     Ask,
     Beat,
@@ -34,8 +35,7 @@ from greenroom.engine.ranks.wire import (
     portable,
 )
 
-# Seconds between two signs of life, and those that the last messages get on their way out.
-BEAT = 1.0
+# Seconds that the last messages get on their way out.
 _FLUSH = 10.0
 # What the front may ask for: those that only look, and those that change something and take their time.
 _LOOKING = ("figures", "live")

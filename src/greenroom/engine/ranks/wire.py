@@ -24,6 +24,9 @@ from greenroom.engine.figures import Figures
 from greenroom.engine.job import OmniResult, Request
 from greenroom.loading import LoadReport
 
+BEAT = 1.0
+"""Seconds between two signs of life of a rank."""
+
 # ---------------------------------------------------------------------- from the front
 
 
