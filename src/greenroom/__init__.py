@@ -14,7 +14,7 @@ from greenroom.errors import ConfigError, GreenroomError, NotSupportedError, Off
 from greenroom.handle import ComponentReport, Handle, Report
 
 if TYPE_CHECKING:
-    from greenroom.engine import Omni, OmniDiffusionSamplingParams
+    from greenroom.engine import Omni, OmniDiffusionSamplingParams, OmniRanks
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "OffloadPlan",
     "Omni",
     "OmniDiffusionSamplingParams",
+    "OmniRanks",
     "Report",
     "SupportsComponentDiscovery",
     "TopologyError",
@@ -37,7 +38,11 @@ __all__ = [
 ]
 
 # For those who hold a pipeline already, `import greenroom` stays as light as the offload itself.
-_ON_DEMAND = {"Omni": "greenroom.engine", "OmniDiffusionSamplingParams": "greenroom.engine"}
+_ON_DEMAND = {
+    "Omni": "greenroom.engine",
+    "OmniDiffusionSamplingParams": "greenroom.engine",
+    "OmniRanks": "greenroom.engine",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from served import BODY, PROMPT, ROUTE, Faults, Served, alive, drawn, serving, shared_memory, until
 
-from greenroom import ConfigError, OffloadError
+from greenroom import ConfigError, OffloadError, Omni
 from greenroom.demo import checkpoint_path
 from greenroom.engine import OmniRanks, QueueFull, Request, RequestRefused, WorkerDied
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
@@ -237,6 +237,8 @@ def test_words_are_checked_before_anything_is_started(served: Served) -> None:
         OmniRanks("nowhere", data_parallel_size=2, diffusion_offload_config={"mode": "layers"}, device="emu")
     with pytest.raises(ConfigError, match="data_parallel_size"):
         OmniRanks("nowhere", data_parallel_size=0, device="emu")
+    with pytest.raises(ConfigError, match=r"data_parallel_size.*OmniRanks"):
+        Omni("nowhere", data_parallel_size=2, device="emu")
     with pytest.raises(ConfigError, match="rank_timeout"):
         OmniRanks("nowhere", data_parallel_size=2, device="emu", rank_timeout=0)
     with pytest.raises(OffloadError, match="emu:1"):

@@ -23,7 +23,7 @@ from greenroom.engine.job import Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits, read_image
 from greenroom.engine.runner import Runner
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
-from greenroom.engine.together import Together, check_usp
+from greenroom.engine.together import Together, check_ranks
 from greenroom.engine.view import LiveView
 from greenroom.engine.worker import Worker
 from greenroom.errors import ConfigError, GreenroomError, OffloadError
@@ -74,6 +74,7 @@ class Omni:
         enable_cpu_offload, enable_layerwise_offload, enable_distributed_layerwise_offload, dlo_*: the legacy flags.
         variant, revision, local_files_only, trust_remote_code: as for `greenroom.loading.load_checkpoint`.
         max_queue: most requests that may wait; None for no limit.
+        data_parallel_size: ranks of a torchrun job that serve requests of their own; said for clearness only.
         usp: ranks of a torchrun job that compute each request together, by Ulysses sequence parallelism; each of
             them has to be given the same requests, seeds included.
 
@@ -100,6 +101,7 @@ class Omni:
         local_files_only: bool = False,
         trust_remote_code: bool = False,
         max_queue: int | None = None,
+        data_parallel_size: int = 1,
         usp: int = 1,
         **legacy: Any,
     ) -> None:
@@ -113,7 +115,7 @@ class Omni:
         config = parse_config(diffusion_offload_config, memory=memory_budget, **flags, **legacy)
         wanted = diffusion_offload_config is not None or memory_budget is not None or any(flags.values())
         check_dtype(dtype)
-        check_usp(usp)
+        check_ranks(data_parallel_size, usp)
         self._accelerator = Accelerator.of(group.local_device(find_device(device)))
         self._config: OffloadConfig | None = config if wanted else None
         group.join(self._config, self._accelerator, needed=usp > 1)

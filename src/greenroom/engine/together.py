@@ -19,15 +19,22 @@ from greenroom.engine import group
 from greenroom.errors import ConfigError, NotSupportedError
 
 
-def check_usp(usp: Any) -> None:
-    """Refuses what is not a number of ranks of this job.
+def check_ranks(data_parallel_size: Any, usp: Any) -> None:
+    """Refuses numbers of ranks that are not those of this job.
 
     Raises:
         ConfigError: naming what is accepted.
     """
     world = group.world_size()
     if isinstance(usp, bool) or not isinstance(usp, int) or usp < 1 or world % usp:
-        raise ConfigError("usp", usp, f"a number of ranks that divides {world}, the ranks of this job")
+        accepted = f"a number of ranks that divides {world}, the ranks of this job"
+        raise ConfigError("usp", usp, accepted, _STARTS_RANKS)
+    if isinstance(data_parallel_size, bool) or data_parallel_size not in (1, world // usp):
+        accepted = "1" if world == usp else f"1, or {world // usp} for the {world} ranks of this job"
+        raise ConfigError("data_parallel_size", data_parallel_size, accepted, _STARTS_RANKS)
+
+
+_STARTS_RANKS = "torchrun starts several, and so does OmniRanks with the same words"
 
 
 class Together:
