@@ -78,9 +78,8 @@ def test_the_snippet(emu: Any, checkpoints: dict[str, Path], expected: np.ndarra
     assert np.array_equal(np.stack([np.asarray(f) for f in frames]), expected)
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=() if i == 0 else pytest.mark.slow) for i, line in enumerate(COMMANDS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMMANDS)
 def test_the_commands(emu: Any, checkpoints: dict[str, Path], expected: np.ndarray, line: str) -> None:
     words = shlex.split(line.replace("MODEL", str(checkpoints["wan22_t2v"])))
     assert words.pop(0) == "serve"
