@@ -6,20 +6,10 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-
-# Wide suites, which `make test-all` adds: they take longer than everything else together.
-WIDE = ("usage", "pipelines", "serving")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in WIDE:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
