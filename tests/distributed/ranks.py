@@ -486,6 +486,7 @@ def wide(width: int = 1024, blocks: int = 16) -> Any:
 def host_bytes() -> tuple[int, int]:
     """Bytes of this process's own memory, the emulated device's left out, and of shared memory, its part of it."""
     gc.collect()
+    emu.synchronize()
     emu.empty_cache()
     ctypes.CDLL(None).malloc_trim(0)
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -697,8 +698,8 @@ def loading(folder: str, transfer: str) -> Any:
     from greenroom import loading, testing
 
     connect()
-    small = wide(64, 4)  # what the libraries need for themselves
-    greenroom.offload(small, layer(transfer), device=DEVICE).disable()
+    small = testing.build_pipeline("wan22_t2v")  # what the libraries need for themselves
+    greenroom.offload(small, layer(transfer, encoder=transfer), device=DEVICE).disable()
     del small
     dist.barrier()
     start, over = host_bytes()[0], threading.Event()

@@ -77,10 +77,11 @@ def test_without_sharing_each_rank_has_a_copy(emu_module: ModuleType, tmp_path: 
 def one_copy(ranks: list[dict[str, Any]]) -> None:
     """Anonymous and shared memory of all ranks, what they share counted once, against the weights."""
     weights = ranks[0]["weights"]
-    assert 0.95 * weights <= sum(f["own"] + f["shared"] for f in ranks) <= 1.1 * weights, ranks
+    assert sum(f["shared"] for f in ranks) >= 0.95 * weights
+    assert sum(f["own"] + f["shared"] for f in ranks) <= 1.1 * weights, ranks
 
 
-@pytest.mark.parametrize("fraction", ["0.75", pytest.param("0.5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fraction", ["0.75", pytest.param("0.9", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_budget_for_all_ranks(emu_module: ModuleType, tmp_path: Path, size: int, fraction: str) -> None:
     ranks = launch.run(SCRIPT, size, "budget", fraction, folder=tmp_path)
@@ -149,9 +150,8 @@ def test_a_checkpoint_is_read_once(emu_module: ModuleType, tmp_path: Path, size:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan22_t2v", "flux2"])
-def test_context_parallel(emu_module: ModuleType, tmp_path: Path, name: str) -> None:
-    for found in launch.run(SCRIPT, 2, "context_parallel", name, folder=tmp_path, seconds=200):
+def test_context_parallel(emu_module: ModuleType, tmp_path: Path) -> None:
+    for found in launch.run(SCRIPT, 2, "context_parallel", "wan22_t2v", folder=tmp_path, seconds=200):
         passes, joined, broken = found["allgather"]
         assert passes and not joined and broken is None
 
