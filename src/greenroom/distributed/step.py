@@ -247,7 +247,7 @@ class Conductor:
             raise
         except RuntimeError:
             pass  # a copy that failed is made again when its block is due, and that is where it is told
-        if votes[self.ranks.rank][_WANT] == chosen and self._grant():
+        if self.ranks.rank in self._takers(votes, chosen) and self._grant():
             with self._changed:
                 self._changed.wait_for(lambda: self._ended or self._over)
                 self._ended = False
@@ -312,14 +312,19 @@ class Conductor:
             ) from error
         return everybody.view(self.ranks.size, len(vote)).tolist()
 
+    def _takers(self, votes: list[list[int]], component: int) -> set[int]:
+        """The ranks that run a component in a pass of it that begins now; see Note [Ranks that compute together]."""
+        wanting = {r for r, v in enumerate(votes) if v[_WANT] == component}
+        for members in self._together.get(component, ()):
+            if not wanting.issuperset(members):
+                wanting -= set(members)
+        return wanting
+
     def _choose(self, votes: list[list[int]]) -> int:
         """The component that was waited for longest, then the one that most want, then the first."""
         best, score = _NOTHING, (0, 0)
         for i in range(len(self.gatherer.tracks)):
-            wanting = {r for r, v in enumerate(votes) if v[_WANT] == i}
-            for members in self._together.get(i, ()):
-                if not wanting.issuperset(members):
-                    wanting -= set(members)
+            wanting = self._takers(votes, i)
             if wanting:
                 found = (max(votes[r][_WAITED] for r in wanting), len(wanting))
                 if found > score:
