@@ -117,6 +117,7 @@ class Runner:
             with contextlib.suppress(AttributeError):
                 self.pipeline.maybe_free_model_hooks()
         self.accelerator.synchronize()
+        self._require_gathered()
         done = time.monotonic()
         after = self.handle.report() if self.handle else None
         first = watch.denoising_since or started
@@ -138,6 +139,17 @@ class Runner:
         images, videos, audio = _outputs(output)
         self._remember(arguments)
         return OmniResult(request.request_id, str(request.inputs.get("prompt")), images, videos, audio, seed, metrics)
+
+    def _require_gathered(self) -> None:
+        """Raises RanksError where weights that this request was computed with did not arrive.
+
+        A gather may fail long after the forward that asked for it has returned: hosts run ahead of their devices. Only
+        now, with the device idle, are all of this request's known to be over.
+        """
+        runtime = self.handle._runtime() if self.handle is not None else None
+        sharing = runtime.sharing if runtime is not None else None
+        if sharing is not None and sharing.gatherer is not None:
+            sharing.gatherer.check()
 
     # ------------------------------------------------------------------ what fits
 
