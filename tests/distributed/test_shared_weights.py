@@ -68,6 +68,7 @@ def test_blocks_that_stay_are_not_gathered(emu_module: ModuleType, tmp_path: Pat
         assert 0.99 * expected <= found["device"] <= 1.01 * expected
 
 
+@pytest.mark.slow
 def test_without_sharing_each_rank_has_a_copy(emu_module: ModuleType, tmp_path: Path) -> None:
     """What the other tests of host memory would see if nothing were shared."""
     ranks = launch.run(SCRIPT, 2, "counters", "alone", "0", folder=tmp_path)
@@ -132,7 +133,11 @@ def checkpoint(folder: Path) -> Path:
                 num_attention_heads=8, attention_head_dim=64, num_layers=24, ffn_dim=2048, in_channels=16,
                 out_channels=16, text_dim=pipe.text_encoder.config.d_model,
             )  # fmt: skip
-            model.to(torch.bfloat16).save_pretrained(folder / name)
+            islands = tuple(model._keep_in_fp32_modules or ())
+            for key, value in model.named_parameters():  # stored as it is wanted, so that nothing is converted
+                if not any(island in key for island in islands):
+                    value.data = value.data.to(torch.bfloat16)
+            model.save_pretrained(folder / name)
     return folder
 
 
@@ -144,7 +149,10 @@ def test_a_checkpoint_is_read_once(emu_module: ModuleType, tmp_path: Path, size:
     ranks = launch.run(SCRIPT, size, "loading", str(folder), transfer, folder=tmp_path, seconds=200)
     weights = ranks[0]["weights"]
     assert weights > 300e6
-    assert sum(found["peak"] for found in ranks) <= 1.1 * weights
+    # The peak of each rank's own memory, and what they share, which is there from the beginning.
+    shared = sum(found["shared"] for found in ranks)
+    assert 0.95 * weights <= shared
+    assert sum(found["own"] for found in ranks) + shared <= 1.1 * weights, ranks
     for found in ranks:
         assert found["read"] <= weights / size + 0.15 * weights
 
