@@ -693,6 +693,36 @@ def context_parallel(name: str) -> Any:
     return result
 
 
+def pairs_that_compute_together(name: str) -> Any:
+    """Two requests at a time, each on two ranks; all four gather from each other."""
+    from diffusers import ContextParallelConfig
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from greenroom import testing
+
+    pipe = testing.build_pipeline(name)
+    connect()
+    mesh = init_device_mesh("emu", (2, 1, 2), mesh_dim_names=("request", "ring", "ulysses"))
+    pipe.to(DEVICE)
+    for dit in ("transformer", "transformer_2"):
+        if getattr(pipe, dit, None) is not None:
+            config = ContextParallelConfig(ulysses_degree=2, mesh=mesh["ring", "ulysses"])
+            getattr(pipe, dit).enable_parallelism(config=config)
+    pair = RANK // 2
+    expected = testing.run(pipe, name, seed=pair)
+    pipe.to("cpu")
+    handle = greenroom.offload(pipe, layer("allgather"), device=DEVICE)
+    for _ in range(1 + pair):  # one pair is done before the other
+        time.sleep(0.1 * RANK)
+        assert torch.equal(testing.run(pipe, name, seed=pair), expected)
+    standing = handle.ranks
+    conductor = handle._runtime().sharing.conductor
+    handle.disable()
+    while not conductor.wait(0.1):
+        pass
+    return [standing.broken, conductor.passes, conductor.joined]
+
+
 def loading(folder: str, transfer: str) -> Any:
     """A checkpoint that each rank maps: host memory at its peak, and how much of the files was read; bytes."""
     from greenroom import loading, testing

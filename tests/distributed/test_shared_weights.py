@@ -165,6 +165,15 @@ def test_context_parallel(emu_module: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_two_requests_on_two_ranks_each(emu_module: ModuleType, tmp_path: Path) -> None:
+    ranks = launch.run(SCRIPT, 4, "pairs_that_compute_together", "wan22_t2v", folder=tmp_path, seconds=200)
+    assert all(broken is None for broken, *_ in ranks)
+    assert len({passes for _, passes, _ in ranks}) == 1
+    joined = [j for *_, j in ranks]
+    assert joined[0] == joined[1] > joined[2] == joined[3]
+
+
+@pytest.mark.slow
 def test_the_benchmark(emu_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     import distributed
