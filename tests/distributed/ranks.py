@@ -300,6 +300,51 @@ def absent() -> Any:
     )
 
 
+class LateFailure:
+    """A gather of which it becomes known only after the forwards that it failed."""
+
+    known = False
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> Any:
+        if self.known:
+            raise RuntimeError("planted: connection closed by peer")
+        return self.work.wait()
+
+
+def fails_late() -> Any:
+    """What was computed with weights that did not arrive is not returned."""
+    from greenroom.distributed import gather
+
+    connect()
+    pipe = toys.Pipeline()
+    expected = pipe(seed=RANK)
+    handle = greenroom.offload(pipe, WORDS["allgather"], device=DEVICE)
+    assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+    if RANK == SIZE - 1:
+        real = gather.all_gather
+        gather.all_gather = lambda *args, **more: LateFailure(real(*args, **more))
+        decode = pipe.vae.decode
+
+        def then_known(x: torch.Tensor) -> torch.Tensor:
+            LateFailure.known = True
+            return decode(x)
+
+        pipe.vae.decode = then_known
+        text = expect_error(greenroom.OffloadError, "a gather failed", lambda: pipe(DEVICE, seed=RANK))
+        gather.all_gather = real
+        LateFailure.known = False
+        del pipe.vae.decode
+    else:
+        assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+        text = "made"
+    assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+    handle.disable()
+    return text
+
+
 def lost(how: str, after: str) -> Any:
     """The last rank ends in the middle of a forward; the others are told, and get their weights back."""
     connect()

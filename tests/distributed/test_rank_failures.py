@@ -31,6 +31,12 @@ def test_a_rank_that_never_comes(emu_module: ModuleType, tmp_path: Path) -> None
     assert "GREENROOM_RANKS_TIMEOUT" in found[0]
 
 
+def test_a_gather_that_fails_after_the_forwards(emu_module: ModuleType, tmp_path: Path) -> None:
+    """The host is past the last forward when it becomes known: the call fails all the same, on that rank alone."""
+    made, failed = launch.run(SCRIPT, 2, "fails_late", folder=tmp_path)
+    assert made == "made" and "connection closed" in failed
+
+
 def random_points() -> list[object]:
     dice = random.Random(0)
     points = []

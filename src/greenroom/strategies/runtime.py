@@ -803,7 +803,11 @@ class Runtime:
                 stream.prime()
 
     def end_call(self) -> None:
-        """The pipeline's call is over: what takes turns leaves the device."""
+        """The pipeline's call is over: what takes turns leaves the device.
+
+        Raises:
+            RanksError: weights that the call was computed with did not arrive from the other ranks.
+        """
         with self.occupancy.lock:
             if self.occupancy.busy() or self.asleep:
                 return
@@ -819,6 +823,8 @@ class Runtime:
                 stream.end_call()
             if self.keeper is not None:
                 self.keeper.call_ended(self)
+            if self.sharing is not None:
+                self.sharing.require_gathered(self.accelerator)
 
 
 def _fixed_layout(

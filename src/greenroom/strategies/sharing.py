@@ -242,6 +242,15 @@ class Sharing:
         else:
             self._close()
 
+    def require_gathered(self, accelerator: Accelerator) -> None:
+        """Waits for the device, and raises RanksError where weights that it computed with did not arrive.
+
+        A gather may fail long after the forward that asked for it has returned: hosts run ahead of their devices.
+        """
+        if self.gatherer is not None:
+            accelerator.synchronize()
+            self.gatherer.check()
+
     def wait(self) -> None:
         """Waits a little for the other ranks to leave as well; what they still need goes on in the background."""
         if self.conductor is not None:
