@@ -141,15 +141,10 @@ class Runner:
         return OmniResult(request.request_id, str(request.inputs.get("prompt")), images, videos, audio, seed, metrics)
 
     def _require_gathered(self) -> None:
-        """Raises RanksError where weights that this request was computed with did not arrive.
-
-        A gather may fail long after the forward that asked for it has returned: hosts run ahead of their devices. Only
-        now, with the device idle, are all of this request's known to be over.
-        """
+        """As at the end of a call, for pipelines that do not say where theirs ends."""
         runtime = self.handle._runtime() if self.handle is not None else None
-        sharing = runtime.sharing if runtime is not None else None
-        if sharing is not None and sharing.gatherer is not None:
-            sharing.gatherer.check()
+        if runtime is not None and runtime.sharing is not None:
+            runtime.sharing.require_gathered(self.accelerator)
 
     # ------------------------------------------------------------------ what fits
 
