@@ -13,6 +13,7 @@ import torch
 import toys
 
 import greenroom
+from greenroom import testing
 
 STEPS = 6
 
@@ -136,6 +137,41 @@ def test_what_was_there_before_is_not_measured(emu: ModuleType) -> None:
     handle = greenroom.offload(pipe, memory=weights(pipe), device="emu")
     pipe("emu")
     assert handle.report().peak <= weights(pipe)
+
+
+def test_others_on_the_device_come_and_go(emu: ModuleType) -> None:
+    """Tensors of others are part of the budget, those that come later too: blocks make room for them and return."""
+    modelled(emu)
+    pipe = OneDiT()
+    expected, budget = pipe(), int(weights(pipe) * 0.6)
+    greenroom.offload(pipe, memory=budget, device="emu")
+    peaks, copied = [], []
+    others: list[torch.Tensor] = []
+    for nbytes in (0, 0, budget // 4, budget // 4, 0, 0):
+        others[:] = [torch.empty(nbytes, dtype=torch.uint8, device="emu")]
+        emu.synchronize()
+        emu.reset_peak_memory_stats()
+        emu.reset_counters()
+        assert torch.equal(pipe("emu"), expected)
+        emu.synchronize()
+        peaks.append(emu.max_memory_allocated())
+        copied.append(emu.counters()["h2d_bytes"])
+    assert max(peaks[1:]) <= budget
+    assert copied[3] > copied[1] == copied[5]
+
+
+def test_a_need_that_was_only_told_ahead_is_not_said_to_be_too_much(emu: ModuleType) -> None:
+    """From a small picture a larger one is told to need more than it does: it fits, and no warning says otherwise."""
+    pipe = testing.build_pipeline("sdxl", dtype=torch.float16)
+    greenroom.offload(pipe, memory=4_241_664, device="emu")
+    words = testing.call_kwargs("sdxl")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe(**words)
+        emu.reset_peak_memory_stats()
+        pipe(**{**words, "height": 128, "width": 128})
+    assert emu.max_memory_allocated() <= 4_241_664
+    assert not [w for w in caught if "cannot be kept" in str(w.message)]
 
 
 def test_the_budget_can_be_changed_between_calls(emu: ModuleType) -> None:

@@ -6,7 +6,8 @@ for long, and no call is spent on warming up.
 
 Note [What a budget covers]
     All that this process holds on the device: weights, rings, activations, and tensors that belong to somebody else.
-    What is measured as a part's activations is everything beside Greenroom's own bytes at the part's peak.
+    What is measured as a part's activations is everything beside Greenroom's own bytes at the part's peak. What of it
+    was there before the call is looked at again at the start of each: others come and go.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class MemoryKeeper:
         self.excess: BudgetExceeded | None = None
         """Of the latest call, where that was found out when it had computed."""
         self._too_large: dict[tuple[str, Signature], int] = {}
+        self._others: int | None = None  # bytes of others on the device, at the start of the latest call
 
     # ------------------------------------------------------------------ choosing
 
@@ -254,13 +256,16 @@ class MemoryKeeper:
             return always + phases.get(beside.group, 0)
         return always + max(phases.values(), default=0)
 
-    def _replan(self, runtime: Runtime) -> None:
-        """The best layout for all that is known by now; a budget that turned out too small keeps the least."""
+    def _replan(self, runtime: Runtime, *, seen: bool = True) -> None:
+        """The best layout for all that is known by now; a budget that turned out too small keeps the least.
+
+        Where that was not seen but told ahead from other shapes, nothing is said: it may well fit.
+        """
         try:
             plan = self._plan(runtime)
         except ConfigError as error:
             self.plan = None
-            if not self._warned:
+            if seen and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"the memory budget of {format_bytes(self.budget)} cannot be kept: the last call needed "
@@ -303,6 +308,8 @@ class MemoryKeeper:
     def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
         if door == "child" or len(runtime.occupancy.inside) > 1:
             return
+        if not self._sequence:
+            self._look_at_others(runtime)
         self._sequence.append(part)
         self._inputs = (door, inputs)
         signature = _signature(door, inputs)
@@ -316,7 +323,22 @@ class MemoryKeeper:
             if likely > seen.need:
                 # More than ever before: room is made before it fails.
                 seen.assumed = likely
-                self._replan(runtime)
+                self._replan(runtime, seen=False)
+
+    def _look_at_others(self, runtime: Runtime) -> None:
+        """At the start of a call: what others have on the device by now is no longer, or is now, beside the weights."""
+        now = self._foreign(runtime)
+        if self._others is None:
+            self._others = now
+            return
+        more = now - self._others
+        if abs(more) <= int(self.budget * _MARGIN):
+            return
+        self._others = now
+        for part in self.observed.values():
+            part.activations = {signature: max(0, n + more) for signature, n in part.activations.items()}
+        if self.measured and not self._careful:
+            self._replan(runtime)
 
     def entered(self, runtime: Runtime, part: Part, door: str) -> None:
         if self._measured is None:
@@ -342,7 +364,7 @@ class MemoryKeeper:
         beside = max(0, self.accelerator.peak() - runtime.device_bytes())
         if self.refuses and (told := self._excess(runtime, part, beside)) is not None:
             # Not learned: it will not come again, and those that fit get back the room that they had.
-            self._too_large[part.name, signature] = beside
+            self._too_large[part.name, signature] = max(0, beside - (self._others or 0))
             self.excess = told
             seen.assumed = 0
             self._recovering = False
@@ -385,14 +407,16 @@ class MemoryKeeper:
 
     def _refuse_excess(self, runtime: Runtime, part: Part, signature: Signature) -> None:
         """Raises BudgetExceeded for inputs that need more than there is, as far as that is known or certain."""
-        need = self._too_large.get((part.name, signature))
+        beside = self._too_large.get((part.name, signature))
+        if beside is not None:
+            beside += self._others or 0
         door, elements, _ = signature
         largest = max((s[1] for s in self.observed[part.name].activations if s[0] == door), default=0)
-        if need is None and elements > largest:
+        if beside is None and elements > largest:
             with runtime.aside(part):
                 estimate = self._estimated(runtime, part)
-            need = None if estimate is None else int(_CERTAIN * estimate.nbytes)
-        if need is not None and (told := self._excess(runtime, part, need + self._foreign(runtime))) is not None:
+            beside = None if estimate is None else int(_CERTAIN * estimate.nbytes) + self._foreign(runtime)
+        if beside is not None and (told := self._excess(runtime, part, beside)) is not None:
             raise told
 
     def _excess(self, runtime: Runtime, part: Part, beside: int) -> BudgetExceeded | None:
