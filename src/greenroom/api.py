@@ -16,8 +16,8 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig, Strategy, parse_config
 from greenroom.distributed.ranks import Ranks, gather_ranks, tell_failure
-from greenroom.errors import GreenroomError, OffloadError
-from greenroom.handle import Handle, release
+from greenroom.errors import GreenroomError
+from greenroom.handle import Handle, memory_as_given, release, require_between_calls
 from greenroom.strategies import auto, layerwise, model_level, sharing
 from greenroom.strategies.runtime import Runtime
 from greenroom.topology import ResolvedPlan, merged, resolve
@@ -60,7 +60,7 @@ def offload(
         ConfigError: a word of the configuration is not accepted.
         TopologyError: the pipeline does not hold what was asked for.
         NotSupportedError: the combination is not built.
-        OffloadError: the device is not there, or the pipeline is in use.
+        OffloadError: the device is not there, or a call of the pipeline is running.
         RanksError: the ranks do not agree, or one of them failed or did not come; raised on all of them.
         torch.OutOfMemoryError: what has to stay on the device does not fit; the pipeline is as it was.
     """
@@ -86,7 +86,7 @@ def offload(
         if same:
             current[0].serve(pipeline)
             return Handle(pipeline, current[0], parsed, renew)
-        return _offload(pipeline, parsed, accelerator, current, ranks)
+        return _offload(pipeline, parsed, accelerator, current, ranks, call="offload()")
 
 
 @contextlib.contextmanager
@@ -110,21 +110,30 @@ def renew(pipeline: Any, runtime: Runtime) -> Handle:
     old = runtime.sharing
     ranks = None if old is None else gather_ranks(runtime.accelerator.device, old.ranks.group)
     with _in_unison(ranks):
-        return _offload(pipeline, runtime.config, runtime.accelerator, [runtime], ranks)
+        return _offload(pipeline, runtime.config, runtime.accelerator, [runtime], ranks, call="rescan()")
 
 
 def _offload(
-    pipeline: Any, config: OffloadConfig, accelerator: Accelerator, current: list[Runtime], ranks: Ranks | None
+    pipeline: Any,
+    config: OffloadConfig,
+    accelerator: Accelerator,
+    current: list[Runtime],
+    ranks: Ranks | None,
+    *,
+    call: str,
 ) -> Handle:
     pipelines = _with_sharing(pipeline, current)
     _resolve_all(pipelines, config)  # refuses before anything is touched
+    for runtime in current:  # all of them, before the first is undone
+        with runtime.occupancy.lock:
+            require_between_calls(runtime, call)
     for runtime in current:
         with runtime.occupancy.lock:
-            if runtime.occupancy.busy():
-                raise OffloadError("offload() was called from inside a component; call it between two calls")
+            require_between_calls(runtime, call)
             release(pipeline, runtime)
     plan = _resolve_all(pipelines, config)
-    runtime = _enable(accelerator, config, plan, ranks)
+    with memory_as_given(config.memory_budget):
+        runtime = _enable(accelerator, config, plan, ranks)
     for component in plan.components:
         _OWNERS[component.module] = runtime
     for each in pipelines:

@@ -16,7 +16,7 @@ from torch import nn
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
 from greenroom.distributed.ranks import Standing
-from greenroom.errors import OffloadError
+from greenroom.errors import ConfigError, OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.calls import running, unwatch
@@ -223,9 +223,9 @@ class Handle:
             )
         runtime.require_awake()
         with runtime.occupancy.lock:
-            if runtime.occupancy.busy():
-                raise OffloadError("set_memory() was called from inside a component; call it between two calls")
-            keeper.set_budget(runtime, budget)
+            require_between_calls(runtime, "set_memory()")
+            with memory_as_given(budget):
+                keeper.set_budget(runtime, budget)
 
     def refuse_excess(self) -> None:
         """From now on a call that the budget cannot hold raises BudgetExceeded, which says what would do.
@@ -256,8 +256,7 @@ class Handle:
         """
         runtime = self._enabled_runtime()
         with runtime.occupancy.lock:
-            if runtime.occupancy.busy():
-                raise OffloadError("sleep() was called from inside a component; call it between two calls")
+            require_between_calls(runtime, "sleep()")
             fall_asleep(runtime)
 
     def wake(self) -> None:
@@ -281,15 +280,7 @@ class Handle:
         if runtime is None or not runtime.enabled:
             return
         with runtime.occupancy.lock:
-            if runtime.occupancy.busy():
-                raise OffloadError("disable() was called from inside a component; call it between two calls")
-            caller = running(p for reference in runtime.pipelines if (p := reference()) is not None)
-            if caller is not None:
-                # The rest of the call would find its inputs on the device and the weights elsewhere.
-                raise OffloadError(
-                    f"disable() was called while a call of {type(caller).__name__} is running; call it when that has "
-                    "returned"
-                )
+            require_between_calls(runtime, "disable()")
             release(self._pipeline(), runtime)
 
     def record(self) -> None:
@@ -343,15 +334,23 @@ class Handle:
     def materialized(self, module: nn.Module) -> Iterator[nn.Module]:
         """Inside the block, the tensors of `module` hold their values on the device, in memory of their own.
 
-        What is changed in place is written back to the host when the block ends.
+        What is changed in place is written back to the host when the block ends. The pipeline cannot be called inside.
+
+        Args:
+            module: a component of the pipeline that is offloaded, or a module inside one.
 
         Raises:
-            OffloadError: `module` is no part of what is offloaded, or the offload sleeps.
+            OffloadError: `module` is none of those, or the offload sleeps.
         """
         runtime = self._enabled_runtime()
         runtime.require_awake()
-        if not runtime.holds(module):
-            raise OffloadError(f"materialized: {type(module).__name__} is no part of what this handle offloads")
+        if not isinstance(module, nn.Module) or not runtime.holds(module):
+            plain = module is None or isinstance(module, str | int | float)
+            raise OffloadError(
+                f"materialized: {repr(module) if plain else type(module).__name__} is no part of what this handle "
+                "offloads; accepted: a module, which is one of "
+                f"{', '.join(part.name for part in runtime.parts)} or lies inside one"
+            )
         with runtime.occupancy.lock, runtime.materialized(module):
             yield module
 
@@ -374,6 +373,39 @@ class Handle:
             if self.enabled
             else ("<greenroom offload, disabled>")
         )
+
+
+def require_between_calls(runtime: Runtime, call: str) -> None:
+    """Refuses `call`, which moves weights, while a pipeline that `runtime` serves is called, by whichever thread.
+
+    The rest of that call would find its inputs on the device and the weights elsewhere. The caller holds the lock of
+    the runtime's occupancy.
+
+    Raises:
+        OffloadError: naming `call`.
+    """
+    if runtime.occupancy.busy():
+        raise OffloadError(f"{call} was called from inside a component; call it between two calls")
+    caller = running(p for reference in runtime.pipelines if (p := reference()) is not None)
+    if caller is not None:
+        raise OffloadError(
+            f"{call} was called while a call of {type(caller).__name__} is running; call it when that has returned"
+        )
+
+
+@contextlib.contextmanager
+def memory_as_given(memory: Memory | None) -> Iterator[None]:
+    """Inside the block, an error about the budget shows it in the words in which it was given.
+
+    Raises:
+        ConfigError: as raised inside.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if error.field != "memory_budget" or memory is None or memory.given is None:
+            raise
+        raise ConfigError(error.field, memory.given, error.accepted, error.hint) from error
 
 
 def release(pipeline: Any, runtime: Runtime) -> None:

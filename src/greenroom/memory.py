@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from greenroom.errors import ConfigError
 
@@ -80,10 +80,12 @@ class Memory:
     Attributes:
         bytes: the absolute amount, or None.
         percent: the share of the device's total memory, above 0 and at most 100, or None.
+        given: the words that it was read from, for errors; None where there were none.
     """
 
     bytes: int | None = None
     percent: float | None = None
+    given: object = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.bytes is None) == (self.percent is None):
@@ -101,8 +103,8 @@ class Memory:
         if isinstance(value, str) and (match := _PERCENT.fullmatch(value)):
             percent = float(match.group(1))
             if 0 < percent <= 100:
-                return cls(percent=percent)
-        return cls(bytes=parse_bytes(value, field, ACCEPTED_MEMORY))
+                return cls(percent=percent, given=value)
+        return cls(bytes=parse_bytes(value, field, ACCEPTED_MEMORY), given=value)
 
     def resolve(self, total: int) -> int:
         """The budget in whole bytes on a device of ``total`` bytes."""

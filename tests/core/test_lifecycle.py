@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import pickle
+import re
 import threading
 import weakref
 from types import ModuleType
@@ -336,15 +337,95 @@ def test_disabling_after_a_call_that_failed(emu: ModuleType, config: dict[str, A
     assert torch.equal(pipe(), expected)
 
 
-def test_another_strategy_in_the_middle_of_a_call(emu: ModuleType) -> None:
+@pytest.mark.parametrize("call", ["rescan", "sleep", "offload", "set_memory"])
+def test_moving_weights_in_the_middle_of_a_call_is_refused(emu: ModuleType, call: str) -> None:
+    """From a step callback and from another thread; the call that runs is not disturbed."""
     pipe = toys.Pipeline()
-    expected = pipe()
-    configs = [*toys.EVERY.values()]
-    greenroom.offload(pipe, configs[0], device="emu")
-    pipe.between = lambda step, x: greenroom.offload(pipe, configs[1 + step], device="emu")
+    expected, total = pipe(), sum(map(toys.nbytes, pipe.components.values()))
+    words: dict[str, Any] = {"memory": 2 * total} if call == "set_memory" else {"config": toys.LAYERWISE}
+    handle = greenroom.offload(pipe, device="emu", **words)
+    moves = {
+        "rescan": handle.rescan,
+        "sleep": handle.sleep,
+        "offload": lambda: greenroom.offload(pipe, toys.MODEL_LEVEL, device="emu"),
+        "set_memory": lambda: handle.set_memory(total),
+    }
+    refused: list[int] = []
+
+    def refuse(step: int) -> None:
+        with pytest.raises(greenroom.OffloadError, match=rf"{call}\(\) was called while a call of Pipeline is running"):
+            moves[call]()
+        refused.append(step)
+
+    def between(step: int, x: torch.Tensor) -> None:
+        refuse(step)
+        thread = threading.Thread(target=refuse, args=(step,))
+        thread.start()
+        thread.join()
+
+    pipe.between = between
     assert torch.equal(pipe("emu"), expected)
+    assert refused == [0, 0, 1, 1, 2, 2, 3, 3]
     pipe.between = None
     assert torch.equal(pipe("emu"), expected)
+    moves[call]()
+    if call == "sleep":
+        handle.wake()
+    assert torch.equal(pipe("emu"), expected)
+
+
+def test_the_same_words_in_the_middle_of_a_call_are_harmless(emu: ModuleType, config: dict[str, Any]) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, config, device="emu")
+    pipe.between = lambda step, x: greenroom.offload(pipe, config, device="emu")
+    assert torch.equal(pipe("emu"), expected)
+    assert handle.enabled
+
+
+@pytest.mark.parametrize("strange", ["pipeline", None, "transformer", torch.nn.Linear(2, 2)])
+def test_materializing_what_is_no_part_of_the_offload(emu: ModuleType, strange: Any) -> None:
+    pipe = toys.Pipeline()
+    handle = greenroom.offload(pipe, toys.LAYERWISE, device="emu")
+    given = pipe if strange == "pipeline" else strange
+    shown = {"pipeline": "Pipeline", None: "None", "transformer": "'transformer'"}.get(strange, "Linear")
+    with (
+        pytest.raises(greenroom.OffloadError, match=rf"materialized: {shown} is no part .* accepted: .*transformer_2"),
+        handle.materialized(given),
+    ):
+        pass
+    assert handle.enabled
+
+
+def test_a_call_while_components_are_materialized_is_refused(emu: ModuleType, config: dict[str, Any]) -> None:
+    plain, pipe = toys.Pipeline(), toys.Pipeline()
+    handle = greenroom.offload(pipe, config, device="emu")
+    pipe("emu")
+    with handle.materialized(pipe.transformer), torch.no_grad():
+        pipe.transformer.scale.mul_(2)
+        plain.transformer.scale.mul_(2)
+        with handle.materialized(pipe.vae):
+            pipe.vae.decoder.bias.add_(1)
+            plain.vae.decoder.bias.add_(1)
+        with pytest.raises(greenroom.OffloadError, match=r"Pipeline was called inside .* call it after the block"):
+            pipe("emu")
+    for _ in range(2):
+        assert torch.equal(pipe("emu"), plain())
+    handle.disable()
+    assert torch.equal(pipe(), plain())
+
+
+@pytest.mark.parametrize("given", [10**30, "1KiB", "0.001%"])
+def test_a_refused_budget_is_shown_as_it_was_given(emu: ModuleType, given: int | str) -> None:
+    pipe = toys.Pipeline()
+    words = re.escape(f"memory_budget = {given!r} is not accepted; accepted: at ")
+    with pytest.raises(greenroom.ConfigError, match=words):
+        greenroom.offload(pipe, memory=given, device="emu")
+    with pytest.raises(greenroom.ConfigError, match=words):
+        greenroom.offload(pipe, {"mode": "auto", "memory_budget": given}, device="emu")
+    handle = greenroom.offload(pipe, memory="80%", device="emu")
+    with pytest.raises(greenroom.ConfigError, match=words):
+        handle.set_memory(given)
 
 
 def test_a_deep_copy_is_whole_and_plain(emu: ModuleType, config: dict[str, Any]) -> None:

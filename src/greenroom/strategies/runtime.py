@@ -29,7 +29,7 @@ from greenroom.memory import format_bytes
 from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
 from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of_graphs
-from greenroom.strategies.calls import refuse_strangers, unwatch, watch
+from greenroom.strategies.calls import refuse_strangers, running, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
 from greenroom.strategies.kept import views_into
 from greenroom.strategies.layout import Layout, Share
@@ -124,6 +124,8 @@ class Runtime:
         self.asleep = False
         """Set by `sleep`: nothing is on the device, and nobody may compute."""
         self._aside: Part | None = None
+        self._materialized = 0
+        """How many `materialized` blocks are open."""
         self.timings: dict[str, Timing] = {}
         """The latest forward of each part that was timed."""
         self._to_time: set[str] = set()
@@ -525,8 +527,22 @@ class Runtime:
                 "this offload sleeps, and its device memory may be in use by others; call handle.wake() first"
             )
 
+    def _refuse_materialized(self) -> None:
+        """Raises OffloadError for a pipeline's call inside a `materialized` block.
+
+        What the call brings in and takes out is what the block holds, and would be let go twice.
+        """
+        caller = running(p for reference in self.pipelines if (p := reference()) is not None)
+        if caller is not None:
+            raise OffloadError(
+                f"{type(caller).__name__} was called inside a block of handle.materialized(), while components are "
+                "materialized; call it after the block"
+            )
+
     def _enter(self, part: Part, door: str, inputs: Any) -> None:
         self.require_awake()
+        if self._materialized:
+            self._refuse_materialized()
         if part is self._aside:
             return  # one method of the component has called another
         if self.sharing is not None and not (self._looked and self._in_call):
@@ -641,9 +657,11 @@ class Runtime:
         units = [u for part in self.parts for u in part.units if any(id(t) in wanted for t in u.tensors)]
         there = [u for u in units if u.bound]
         copies = self.copier.load([u for u in units if not u.bound])
+        self._materialized += 1
         try:
             yield
         finally:
+            self._materialized -= 1
             self.copier.drop(copies, thorough=True)
             for unit in there:
                 unit.write_back()
@@ -824,7 +842,7 @@ class Runtime:
             if self.keeper is not None:
                 self.keeper.call_ended(self)
             if self.sharing is not None:
-                self.sharing.require_gathered(self.accelerator)
+                self.sharing.require_gathered()
 
 
 def _fixed_layout(
