@@ -144,7 +144,7 @@ class Runner:
         """As at the end of a call, for pipelines that do not say where theirs ends."""
         runtime = self.handle._runtime() if self.handle is not None else None
         if runtime is not None and runtime.sharing is not None:
-            runtime.sharing.require_gathered(self.accelerator)
+            runtime.sharing.require_gathered()
 
     # ------------------------------------------------------------------ what fits
 

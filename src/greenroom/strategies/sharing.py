@@ -242,13 +242,14 @@ class Sharing:
         else:
             self._close()
 
-    def require_gathered(self, accelerator: Accelerator) -> None:
-        """Waits for the device, and raises RanksError where weights that it computed with did not arrive.
+    def require_gathered(self) -> None:
+        """Raises RanksError where weights that a call was computed with are known not to have arrived.
 
-        A gather may fail long after the forward that asked for it has returned: hosts run ahead of their devices.
+        A gather may fail long after the forward that asked for it has returned: hosts run ahead of their devices. Where
+        the device is idle, as it is once a picture is on the host, all of a call's gathers are known. The device is not
+        waited for: a call that failed ends as well, and what it began may never end.
         """
         if self.gatherer is not None:
-            accelerator.synchronize()
             self.gatherer.check()
 
     def wait(self) -> None:
