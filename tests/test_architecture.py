@@ -11,7 +11,7 @@ PACKAGE = ROOT / "src" / "greenroom"
 
 # From the top to the bottom; a room may import from its own level and from those below.
 LEVELS = (
-    ("cli",),
+    ("__main__", "cli"),
     ("serving",),
     ("engine", "demo", "testing"),
     ("generate",),
@@ -26,7 +26,7 @@ LEVELS = (
     ("discovery", "catalog"),
     ("host", "declare", "residency"),
     ("config", "accelerator", "emulator"),
-    ("memory", "frozen"),
+    ("memory", "frozen", "bounds"),
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

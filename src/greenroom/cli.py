@@ -35,16 +35,32 @@ DeviceOption = Annotated[
 ]
 
 
-# Fields of errors that are flags of the same name here.
-_FLAGS = frozenset({"dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size", "usp"})
+# The demo compares strategies, and on the CPU there is nothing to offload.
+DemoDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The accelerator that is present (such as cuda), or emu for the emulated one. "
+        "Default: the one that is present, else emu."
+    ),
+]
+
+
+# Fields of errors that are flags here; most have the same name.
+_FLAGS = frozenset(
+    {
+        "dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size", "usp",
+        "negative_prompt", "seed", "height", "width", "guidance_scale",
+    }
+)  # fmt: skip
+_OTHER_NAMES = {"memory": "memory_budget", "num_inference_steps": "steps"}
 
 
 def _told(error: Exception, memory_budget: str | None) -> str:
     """An error in the words of the command line: what a flag has set is called by the flag's name."""
     if isinstance(error, ConfigError):
-        field = "memory_budget" if error.field == "memory" else error.field
+        field = _OTHER_NAMES.get(error.field, error.field)
         from_budget = field == "memory_budget" and memory_budget is not None
-        if from_budget or field in _FLAGS or field.startswith("dlo_"):
+        if from_budget or field in {*_FLAGS, "steps"} or field.startswith("dlo_"):
             value = memory_budget if from_budget else error.value
             return str(ConfigError(f"--{field.replace('_', '-')}", value, error.accepted, error.hint))
     return str(error)
@@ -61,7 +77,7 @@ def demo(
         str, typer.Argument(help="What to draw: any digit, in words or figures.")
     ] = "a handwritten seven",
     out: Annotated[Path, typer.Option(help="Where pictures and plot go.")] = Path("out/demo"),
-    device: DeviceOption = None,
+    device: DemoDeviceOption = None,
 ) -> None:
     """Draws a digit with a small trained pipeline on a device that is too small for it."""
     from greenroom.demo.run import run

@@ -11,6 +11,7 @@ import torch
 
 from greenroom.accelerator import Accelerator
 from greenroom.api import offload
+from greenroom.bounds import check_numbers, grain_of
 from greenroom.config import parse_config
 from greenroom.errors import ConfigError
 from greenroom.handle import Report
@@ -38,13 +39,9 @@ class Request:
     width: int | None = None
     guidance_scale: float | None = None
 
-    def call_arguments(self, accepted: set[str], defaults: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments for a pipeline's call.
-
-        Raises:
-            ConfigError: something was asked for that this pipeline has no argument for.
-        """
-        asked = {
+    def words(self) -> dict[str, Any]:
+        """What was asked for, by the names of a pipeline's call."""
+        return {
             "prompt": self.prompt,
             "negative_prompt": self.negative_prompt,
             "num_inference_steps": self.steps,
@@ -52,8 +49,15 @@ class Request:
             "width": self.width,
             "guidance_scale": self.guidance_scale,
         }
+
+    def call_arguments(self, accepted: set[str], defaults: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments for a pipeline's call.
+
+        Raises:
+            ConfigError: something was asked for that this pipeline has no argument for.
+        """
         arguments = {k: v for k, v in defaults.items() if k in accepted}
-        for name, value in asked.items():
+        for name, value in self.words().items():
             if value is None:
                 continue
             if name not in accepted:
@@ -94,11 +98,13 @@ def generate_image(
         enable_cpu_offload=enable_cpu_offload,
         enable_layerwise_offload=enable_layerwise_offload,
     )
+    check_numbers({**request.words(), "seed": request.seed})
     place = _device(device)
     check_dtype(dtype)
     pipe = load_checkpoint(str(model), dtype=dtype).pipeline
     accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
     call = request.call_arguments(accepted, recommended_call(model))
+    check_numbers(request.words(), grain_of(pipe))
     if not wanted:
         return pipe.to(place)(**call).images[0], None
     handle = offload(pipe, parsed, device=place)

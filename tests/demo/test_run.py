@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from typer.testing import CliRunner
 
+from greenroom.cli import app
 from greenroom.demo import DigitReader
 from greenroom.demo.run import run
 
@@ -87,3 +89,13 @@ def test_without_a_compiler_it_says_so_kindly(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "no-such-compiler" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_help_offers_no_device_that_is_refused(tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert told.exit_code == 0
+    line = next(line for line in told.output.splitlines() if "--device" in line)
+    offered = set(re.findall(r"\b(cpu|cuda|xpu|npu|emu)\b", line.lower()))
+    assert "emu" in offered and "cpu" not in offered
+    run = CliRunner().invoke(app, ["demo", "seven", "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert run.exit_code == 2 and "device = 'cpu' is not accepted" in run.output

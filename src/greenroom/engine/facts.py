@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from greenroom.bounds import grain_of
 from greenroom.engine.variants import takes
 from greenroom.frozen import FrozenDict
 
@@ -41,19 +42,8 @@ def facts_of(pipeline: Any, recommended: Mapping[str, Any]) -> ModelFacts:
     defaults = {n: p.default for n, p in parameters.items() if type(p.default) is int}
     return ModelFacts(
         pipeline=type(pipeline).__name__,
-        grain=_grain(pipeline),
+        grain=grain_of(pipeline),
         makes_videos=takes(pipeline, "num_frames"),
         recommended=FrozenDict(recommended),
         defaults=FrozenDict(defaults),
     )
-
-
-def _grain(pipeline: Any) -> int:
-    """A latent's pixels times a patch's latents."""
-    scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
-    transformer = getattr(pipeline, "transformer", None)
-    if transformer is None:
-        return int(scale)
-    patch = getattr(getattr(transformer, "config", None), "patch_size", 2)
-    side = patch[-1] if isinstance(patch, list | tuple) else patch
-    return int(scale) * max(2, int(side) if isinstance(side, int) else 2)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from greenroom.bounds import MAX_SEED as MAX_SEED
+from greenroom.bounds import check_numbers, grain_of
 from greenroom.engine.errors import RequestRefused
 from greenroom.errors import ConfigError
 
@@ -22,14 +24,13 @@ _OURS = frozenset(
     }
 )  # fmt: skip
 _OUTPUT_COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
-MAX_SEED = 2**63 - 1
 
 
 class OmniDiffusionSamplingParams:
     """Parameters of one generation. None leaves the choice to the checkpoint, then to the pipeline.
 
     Args:
-        height, width: pixels.
+        height, width: pixels, multiples of what the model's latents and patches stand for.
         num_frames: frames of a video.
         num_inference_steps: denoising steps.
         guidance_scale, guidance_scale_2, true_cfg_scale, strength: as the pipeline understands them.
@@ -136,6 +137,7 @@ def call_arguments(
     for name, value in inputs.items():
         if value is not None:
             wishes[name] = value
+    _check_numbers(wishes, grain_of(pipeline))
     arguments = {k: v for k, v in recommended.items() if k in accepted and k not in _OURS}
     for name, value in wishes.items():
         if name == "output_type" and name not in accepted:
@@ -147,7 +149,8 @@ def call_arguments(
     arguments.setdefault("output_type", "pil")
     if "output_type" not in accepted:
         del arguments["output_type"]
-    seed = _seed(params.seed)
+    _check_numbers({"seed": params.seed})
+    seed = secrets.randbelow(2**32) if params.seed is None else int(params.seed)
     count = params.num_outputs_per_prompt
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise RequestRefused("num_outputs_per_prompt", f"num_outputs_per_prompt = {count!r}; accepted: 1 or more")
@@ -175,12 +178,11 @@ def _check_prompt(prompt: object) -> None:
         raise RequestRefused("prompt", "prompt holds half a character (a lone surrogate); accepted: text") from None
 
 
-def _seed(seed: object) -> int:
-    if seed is None:
-        return secrets.randbelow(2**32)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
-        raise RequestRefused("seed", f"seed = {seed!r} is not accepted; accepted: a whole number from 0 to 2**63 - 1")
-    return seed
+def _check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
+    try:
+        check_numbers(words, grain)
+    except ConfigError as error:
+        raise RequestRefused(error.field, str(error)) from None
 
 
 def _generator_device(word: object, device: torch.device) -> torch.device:

@@ -1,0 +1,78 @@
+"""What the numbers of a generation may be: the same for the command line, `Omni` and the server."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from greenroom.errors import ConfigError
+
+MAX_SEED = 2**63 - 1
+MAX_PIXELS = 2**16
+MAX_SCALE = 1000.0
+
+# Name -> least and most; no most means that only the device's memory and the caller's patience set one.
+WHOLE: Mapping[str, tuple[int, int | None]] = {
+    "height": (1, MAX_PIXELS),
+    "width": (1, MAX_PIXELS),
+    "num_frames": (1, None),
+    "num_inference_steps": (1, None),
+    "max_sequence_length": (1, None),
+    "seed": (0, MAX_SEED),
+}
+REAL: Mapping[str, tuple[float, float]] = {
+    "guidance_scale": (0.0, MAX_SCALE),
+    "guidance_scale_2": (0.0, MAX_SCALE),
+    "true_cfg_scale": (0.0, MAX_SCALE),
+    "strength": (0.0, 1.0),
+}
+
+
+def check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
+    """Refuses numbers that no pipeline makes sense of.
+
+    Args:
+        words: parameters by the names of a pipeline's call; None and names that are not known here pass.
+        grain: height and width must be multiples of this many pixels; None where the pipeline is not known yet.
+
+    Raises:
+        ConfigError: naming the field, the value and what is accepted.
+    """
+    for name, value in words.items():
+        if value is None:
+            continue
+        if name in WHOLE:
+            _whole(name, value, *WHOLE[name])
+            if grain is not None and name in ("height", "width") and value % grain:
+                below = value - value % grain
+                near = f"{below} or {below + grain}" if below else str(grain)
+                raise ConfigError(name, value, f"multiples of {grain} for this model, such as {near}")
+        elif name in REAL:
+            _real(name, value, *REAL[name])
+
+
+def grain_of(pipeline: Any) -> int:
+    """Pixels that height and width must be multiples of: a latent's pixels times a patch's latents."""
+    scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
+    transformer = getattr(pipeline, "transformer", None)
+    if transformer is None:
+        return int(scale)
+    patch = getattr(getattr(transformer, "config", None), "patch_size", 2)
+    side = patch[-1] if isinstance(patch, list | tuple) else patch
+    return int(scale) * max(2, int(side) if isinstance(side, int) else 2)
+
+
+def _whole(name: str, value: Any, least: int, most: int | None) -> None:
+    # A truth value is a number to Python and a mistake here. NumPy's numbers are numbers.
+    good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not good or value < least or (most is not None and value > most):
+        shown = "2**63 - 1" if most == MAX_SEED else most
+        raise ConfigError(name, value, f"a whole number from {least}" + ("" if most is None else f" to {shown}"))
+
+
+def _real(name: str, value: Any, least: float, most: float) -> None:
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # No comparison with NaN holds, so it is refused here too.
+    if not good or not least <= value <= most:
+        raise ConfigError(name, value, f"a number from {least:g} to {most:g}")
