@@ -134,6 +134,20 @@ def test_a_component_without_the_variant_is_taken_plain(tmp_path: Path) -> None:
     assert pipe.vae.dtype == torch.float16 and pipe.transformer.dtype == torch.float32
 
 
+def test_a_variant_that_no_component_has_is_refused_with_those_that_exist(tmp_path: Path) -> None:
+    with testing.quiet():
+        pipe: Any = testing.build_pipeline("qwen_image")
+        pipe.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match="variant = 'fp16' is not accepted; accepted: none"):
+            load_checkpoint(tmp_path, variant="fp16")
+        pipe.vae.save_pretrained(tmp_path / "vae", variant="ema")
+        pipe.transformer.save_pretrained(tmp_path / "transformer", variant="bf16", max_shard_size="20kB")
+    assert list((tmp_path / "transformer").glob("*-of-*.safetensors")), "not in shards"
+    with pytest.raises(ConfigError, match='variant = \'fp16\' is not accepted; accepted: "bf16", "ema" '):
+        load_checkpoint(tmp_path, variant="fp16")
+    load_checkpoint(tmp_path, variant="bf16")
+
+
 def test_unexpected_tensors_are_reported(folders: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(folders("wan22_t2v"), tmp_path / "more")
     file = folder / "transformer/diffusion_pytorch_model.safetensors"

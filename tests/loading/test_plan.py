@@ -124,6 +124,7 @@ def test_the_command(tmp_path: Path, emu: Any) -> None:
         ([str(checkpoint_path()), "--memory-budget", "1kB"], "at least"),
         ([str(checkpoint_path()), "--memory-budget", "some"], "--memory-budget = 'some'"),
         ([str(checkpoint_path()), "--memory-budget", "80%", "--device", "cpu"], "--device"),
+        ([str(checkpoint_path()), "--variant", "fp16"], "--variant = 'fp16' is not accepted; accepted: none"),
         ([str(checkpoint_path()), "--memory-budget", "80%", "--device", "cuda"], "'cuda' is not available"),
     ):
         run = CliRunner().invoke(app, ["plan", *words])

@@ -43,6 +43,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+# model.fp16.safetensors; shards are model.fp16-00001-of-00002.safetensors or model-00001-of-00002.fp16.safetensors.
+_VARIANT = re.compile(r"[^.]+\.(?P<variant>[^.]+?)(-\d+-of-\d+)?\.(safetensors|bin)")
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -171,6 +173,12 @@ def component_files(folder: Path, name: str, variant: str | None = None) -> Comp
             return ComponentFiles(name, files, tensors, wanted, True, quantised)
     others = sorted((*place.glob("*.bin"), *place.glob("*.pt"), *place.glob("*.ckpt"), *place.glob("*.gguf")))
     return ComponentFiles(name, tuple(others), {}, None, False, quantised) if others else None
+
+
+def variants_of(folder: Path, names: Iterable[str]) -> set[str]:
+    """Variants that at least one of the components has weights of, told by the names of its files."""
+    found = (_VARIANT.fullmatch(file.name) for name in names for file in (folder / name).glob("*.*.*"))
+    return {match["variant"] for match in found if match is not None}
 
 
 def _is_quantised(config: Path) -> bool:

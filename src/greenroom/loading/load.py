@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch import nn
 from greenroom.errors import ConfigError
 from greenroom.host import module_tensors
 from greenroom.loading.errors import CheckpointError
-from greenroom.loading.headers import ComponentFiles, component_files, find_tensor
+from greenroom.loading.headers import ComponentFiles, component_files, find_tensor, variants_of
 from greenroom.loading.locate import INDEX_FILE, locate, read_index, recommended_call
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,7 +121,8 @@ def load_checkpoint(
         model: a folder, or a hub id.
         dtype: None or "auto" keeps what is stored, component by component; else a torch dtype or its name, or a
             mapping from component names to these. What a model keeps in float32 stays in float32.
-        variant: such as "fp16"; a component without files of that variant is loaded from its plain ones.
+        variant: such as "fp16"; a component without files of that variant is loaded from its plain ones, and a
+            variant that no component has is refused.
         revision: branch, tag or commit on the hub.
         local_files_only: download nothing.
         trust_remote_code: run Python code that the checkpoint brings along.
@@ -138,6 +139,7 @@ def load_checkpoint(
         _refuse_remote_code(folder, index)
     # Every header is read before the first module is built.
     entries = {n: v for n, v in index.items() if not n.startswith("_") and isinstance(v, list) and v[0] is not None}
+    _check_variant(folder, entries, variant)
     files = {name: found for name in entries if (found := component_files(folder, name, variant)) is not None}
     _check_weights_present(folder, entries, files)
     if any((d := _dtype_of(dtype, n, f)) is not None and d != f.stored_dtype for n, f in files.items()):
@@ -211,6 +213,16 @@ def _refuse_remote_code(folder: Path, index: dict[str, Any]) -> None:
         raise ConfigError(
             "trust_remote_code", False, f"true for this checkpoint, since {wanted}", "read that code before you run it"
         )
+
+
+def _check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
+    if variant is None:
+        return
+    known = sorted(variants_of(folder, names))
+    if variant not in known:
+        plain = "leave it out for the plain weights"
+        words = ", ".join(f'"{name}"' for name in known) if known else "none, since this checkpoint has no variants"
+        raise ConfigError("variant", variant, words, plain)
 
 
 def _check_weights_present(folder: Path, entries: dict[str, Any], files: dict[str, ComponentFiles]) -> None:
