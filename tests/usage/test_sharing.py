@@ -206,6 +206,24 @@ def test_moving_elsewhere_is_refused_as_a_whole(emu: ModuleType, way: str, move:
 
 
 @every_way
+def test_moving_the_pipeline_elsewhere_in_the_middle_of_a_call_is_refused(emu: ModuleType, way: str) -> None:
+    pipe = testing.build_pipeline("sd3")
+    expected = text2img(pipe)
+    offload(pipe, way)
+    refused: list[int] = []
+
+    def move(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        with pytest.raises(OffloadError, match=r"handle\.disable\(\)"):
+            pipe.to("cpu")
+        refused.append(step)
+        return {}
+
+    assert torch.equal(draw(pipe, **CALL, callback_on_step_end=move), expected)
+    assert refused == [0, 1, 2]
+    assert torch.equal(text2img(pipe), expected)
+
+
+@every_way
 def test_casting_while_offloaded(emu: ModuleType, way: str) -> None:
     plain, pipe = testing.build_pipeline("sd3"), testing.build_pipeline("sd3")
     handle = offload(pipe, way)

@@ -284,14 +284,15 @@ class Door:
             self._refuse_move(torch.device(name), name)
             return this
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        caller = str(sys._getframe(2).f_globals.get("__name__"))
+        frame = sys._getframe(2)
+        caller = str(frame.f_globals.get("__name__"))
         if device is not None and not (_only_completes(caller) and device == next(module_tensors(this)).device):
-            self._refuse_move(device, f"to({str(device)!r})")
+            self._refuse_move(device, f"to({str(device)!r})", whole=_moves_pipeline(caller, frame))
         return original(this, dtype) if dtype is not None else this
 
-    def _refuse_move(self, device: torch.device, call: str) -> None:
+    def _refuse_move(self, device: torch.device, call: str, *, whole: bool = False) -> None:
         here = device.type == self.device.type and device.index in (None, self.device.index)
-        if not here and not (self.may_move_along is not None and self.may_move_along()):
+        if not here and (whole or self.may_move_along is None or not self.may_move_along()):
             raise OffloadError(
                 f"{call}: the module is offloaded and computes on {self.device}; call handle.disable() before moving it"
             )
@@ -369,6 +370,11 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
 def _only_completes(caller: str) -> bool:
     """Whether code of the libraries asks a model to be all where it says it is: loaders do, after adding layers."""
     return caller.startswith(("diffusers.loaders", "diffusers.models", "transformers.", "peft."))
+
+
+def _moves_pipeline(caller: str, frame: FrameType) -> bool:
+    """Whether a pipeline is moved as a whole: its user asks for that, never a call that makes room for itself."""
+    return caller == "diffusers.pipelines.pipeline_utils" and frame.f_code.co_name == "to"
 
 
 class StandIn:
