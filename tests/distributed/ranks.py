@@ -556,10 +556,11 @@ def counters(transfer: str, residents: str) -> Any:
     pipe = wide(blocks=24)
     handle = greenroom.offload(pipe, words, device=DEVICE)
     dist.barrier()
+    own_now, _ = host_bytes()  # before gloo takes host memory for its gathers, as no library of a device does
     device = emu.memory_allocated() - device
     first = pipe.transformer(x).cpu()
     dist.barrier()
-    own_now, shared = host_bytes()  # a rank's part of shared memory is what it has touched: all, once it was copied
+    _, shared = host_bytes()  # a rank's part of it is what it has touched: all, once it was copied
     dist.barrier()
     ranks = lambda: handle.ranks.passes if handle.ranks is not None else 0  # noqa: E731
     before, passes = handle.report().copied, ranks()
