@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import ctypes
 import faulthandler
@@ -841,6 +842,8 @@ def every_architecture(dtype: str) -> Any:
 
 def connect() -> None:
     dist.init_process_group("cpu:gloo,emu:emu_gloo", rank=RANK, world_size=SIZE)
+    # After what Greenroom does at exit, and before the interpreter ends: gloo's threads must not outlive that.
+    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     emu.set_device(RANK)
     emu.set_poison(True)
     emu.set_race_check("raise")
