@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -25,7 +26,8 @@ _files: list[str] = []
 
 @pytest.fixture(scope="module", autouse=True)
 def _device_is_empty_at_first(request: pytest.FixtureRequest) -> None:
-    """No test file leaves anything on the device, so that no figure depends on the files that ran before.
+    """No test file leaves anything on the device, so that no figure depends on the files that ran before; one that
+    does is named in a warning.
 
     Models may be held by caches on their classes and by cycles: these are cleared first. Looked at when the next file
     begins, because pytest keeps the fixtures of a test until the one after it.
@@ -38,7 +40,8 @@ def _device_is_empty_at_first(request: pytest.FixtureRequest) -> None:
             found.cache_clear()
     gc.collect()
     left = [torch.emu.memory_allocated(index) for index in range(torch.emu.device_count())]
-    assert not any(left), f"{_files[-2]} left bytes on the devices: {left}"
+    if any(left):
+        warnings.warn(f"{_files[-2]} left bytes on the devices: {left}", stacklevel=1)
 
 
 @pytest.fixture(autouse=True)
