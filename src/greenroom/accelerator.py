@@ -181,21 +181,14 @@ class Accelerator:
             RuntimeError: the system refused.
             NotImplementedError: this device has no way to lock foreign memory.
         """
-        address, nbytes = memory.data_ptr(), memory.nbytes
         if self.device.type == "cuda" and torch.version.hip is None:
-            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-            if int(code) != 0:
-                raise RuntimeError(f"cudaHostRegister refused {nbytes} bytes (error {int(code)})")
-            unlock: Callable[[int], object] = torch.cuda.cudart().cudaHostUnregister
-        else:
-            module: Any = None if self.is_cpu else torch.get_device_module(self.device)
-            if not hasattr(module, "register_host"):
-                raise NotImplementedError(f"memory that others allocated cannot be pinned for {self.device}")
-            module.register_host(address, nbytes)
-            unlock = module.unregister_host
-        finalizer = weakref.finalize(memory.untyped_storage(), unlock, address)
-        finalizer.atexit = False
-        return finalizer
+            return _register_with_cuda(memory)
+        module: Any = None if self.is_cpu else torch.get_device_module(self.device)
+        if not hasattr(module, "register_host"):
+            raise NotImplementedError(f"memory that others allocated cannot be pinned for {self.device}")
+        address = memory.data_ptr()
+        module.register_host(address, memory.nbytes)
+        return _when_storage_goes(memory, module.unregister_host, address)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -234,11 +227,21 @@ def _registered(nbytes: int) -> torch.Tensor:
     raw = torch.empty(nbytes + page, dtype=torch.uint8)
     start = -raw.data_ptr() % page
     buffer = raw[start : start + nbytes]
-    cudart = torch.cuda.cudart()
-    code = cudart.cudaHostRegister(buffer.data_ptr(), nbytes, 0)
-    if int(code) != 0:
-        raise RuntimeError(f"cudaHostRegister refused {nbytes} bytes (error {int(code)})")
-    # Tied to the storage, which views keep alive, and not to the tensor object, which they do not.
-    finalizer = weakref.finalize(raw.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())
-    finalizer.atexit = False  # the driver may be gone by then, and the process's memory goes anyway
+    _register_with_cuda(buffer)
     return buffer
+
+
+def _register_with_cuda(memory: torch.Tensor) -> Callable[[], object]:
+    cudart = torch.cuda.cudart()
+    address = memory.data_ptr()
+    code = cudart.cudaHostRegister(address, memory.nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeError(f"cudaHostRegister refused {memory.nbytes} bytes (error {int(code)})")
+    return _when_storage_goes(memory, cudart.cudaHostUnregister, address)
+
+
+def _when_storage_goes(memory: torch.Tensor, unlock: Callable[[int], object], address: int) -> Callable[[], object]:
+    """Unlocks memory with its storage, which views keep alive, and not with the tensor object, which they do not."""
+    finalizer = weakref.finalize(memory.untyped_storage(), unlock, address)
+    finalizer.atexit = False  # the driver may be gone by then, and the process's memory goes anyway
+    return finalizer

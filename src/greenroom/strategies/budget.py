@@ -35,7 +35,7 @@ from greenroom.strategies.runtime import Runtime
 # Left alone where the budget is whatever is free: contexts, workspaces, fragmentation.
 FREE_RESERVE = 0.05
 # Of an explicit budget, for what a pipeline holds between its components.
-_MARGIN = 0.0025
+MARGIN = 0.0025
 # Below this share of the budget, weights may all come in before anything was measured.
 _SURELY_FITS = 0.5
 # Before a copy has been timed: any bandwidth will do, since only shares of it are compared.
@@ -45,7 +45,7 @@ _REMEMBERED_PLANS = 16
 # Of an estimate, what a call will take for certain.
 _CERTAIN = 0.75
 # Each time that a part runs out of memory it is given this much more room.
-_STEP_DOWN = 1.2
+STEP_DOWN = 1.2
 # Forwards of one shape that are measured. Those of a DiT follow each other: the second holds what the first gave.
 _MEASURED = {discovery.DIT: 2}
 
@@ -90,7 +90,7 @@ class MemoryKeeper:
     def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
         self.accelerator = accelerator
         self.config = config
-        self.budget = _resolve(config.memory_budget, accelerator)
+        self.budget = resolve_budget(config.memory_budget, accelerator)
         self.curve: TransferCurve | None = None
         self.plan: Plan | None = None
         self.peak = 0
@@ -158,7 +158,7 @@ class MemoryKeeper:
     def _model(self, runtime: Runtime) -> PipelineModel:
         components = []
         foreign = self._foreign(runtime)
-        reserved = int(self.budget * _MARGIN) + runtime.shared_bytes
+        reserved = int(self.budget * MARGIN) + runtime.shared_bytes
         for part in runtime.parts:
             seen = self.observed[part.name]
             times = seen.timing.block_s if seen.timing is not None else ()
@@ -184,7 +184,7 @@ class MemoryKeeper:
 
     def room(self, runtime: Runtime, part: Part) -> int:
         """Bytes that are left beside what is on the device and what `part` needs to compute."""
-        left = self.limit() - runtime.device_bytes() - int(self.budget * _MARGIN)
+        left = self.limit() - runtime.device_bytes() - int(self.budget * MARGIN)
         need = max(self.observed[part.name].need, self._foreign(runtime))
         # Half of it, while what it needs is not known.
         return max(0, left - need) if self.observed[part.name].activations else max(0, left - need) // 2
@@ -291,7 +291,7 @@ class MemoryKeeper:
             ConfigError: nothing fits into it; the old one stays.
         """
         old = self.budget
-        self.budget = _resolve(memory, self.accelerator, runtime.device_bytes())
+        self.budget = resolve_budget(memory, self.accelerator, runtime.device_bytes())
         try:
             plan = self._plan(runtime)
         except ConfigError:
@@ -332,7 +332,7 @@ class MemoryKeeper:
             self._others = now
             return
         more = now - self._others
-        if abs(more) <= int(self.budget * _MARGIN):
+        if abs(more) <= int(self.budget * MARGIN):
             return
         self._others = now
         for part in self.observed.values():
@@ -394,7 +394,7 @@ class MemoryKeeper:
         if share.hold != "phase" or len(share.resident) == len(blocks):
             return
         fixed = self._weights(runtime, runtime.layout.with_share(part.name, Share("phase", frozenset())))
-        room = self.budget - int(self.budget * _MARGIN) - fixed - seen.need
+        room = self.budget - int(self.budget * MARGIN) - fixed - seen.need
         if room <= share.arena_bytes:
             return
         times = seen.timing.block_s if seen.timing is not None else (0.0,) * len(part.blocks)
@@ -424,7 +424,7 @@ class MemoryKeeper:
         weights = self._weights(runtime, self._least(runtime, 1), part)
         if weights + beside <= self.budget:
             return None
-        smallest = int((weights + beside) / (1 - _MARGIN)) + 1
+        smallest = int((weights + beside) / (1 - MARGIN)) + 1
         return BudgetExceeded(
             f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes): it "
             f"needs {format_bytes(beside)} beside {format_bytes(weights)} of weights; accepted: a budget of at least "
@@ -489,7 +489,7 @@ class MemoryKeeper:
             self.accelerator.empty_cache()
             limit = self.limit()
             room = limit - self._weights(runtime, runtime.layout)
-            seen.assumed = int(max(room, seen.need) * _STEP_DOWN) + 1
+            seen.assumed = int(max(room, seen.need) * STEP_DOWN) + 1
             exhausted = runtime.layout == least
             try:
                 layout = self._layout(runtime, self._plan_within(runtime, limit))
@@ -513,7 +513,7 @@ class MemoryKeeper:
         weights = self._weights(runtime, runtime.layout)
         with runtime.aside(part):
             beside = max(0, self.accelerator.allocated() - runtime.device_bytes())
-            smallest = int((weights + beside + self._estimate(runtime, part, room)) / (1 - _MARGIN)) + 1
+            smallest = int((weights + beside + self._estimate(runtime, part, room)) / (1 - MARGIN)) + 1
         return (
             f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes); "
             f"accepted: at least {smallest} bytes ({format_bytes(smallest)}, estimated). With nothing left to give, "
@@ -524,7 +524,7 @@ class MemoryKeeper:
     def _estimate(self, runtime: Runtime, part: Part, room: int) -> int:
         """Bytes of activations that should do for the call that has just failed."""
         estimate = self._estimated(runtime, part)
-        return max(2 * max(room, 1) if estimate is None else estimate.upper, int(room * _STEP_DOWN))
+        return max(2 * max(room, 1) if estimate is None else estimate.upper, int(room * STEP_DOWN))
 
     def _estimated(self, runtime: Runtime, part: Part) -> Estimate | None:
         """Of the inputs that are at work; None for a part that cannot be run without their values."""
@@ -569,7 +569,7 @@ def too_small(budget: int, error: BudgetTooSmall) -> ConfigError:
     )
 
 
-def _resolve(memory: Memory | None, accelerator: Accelerator, ours: int = 0) -> int:
+def resolve_budget(memory: Memory | None, accelerator: Accelerator, ours: int = 0) -> int:
     """The budget in bytes; None is what is free now, less a reserve of 5 % of the device."""
     free, total = accelerator.free_and_total()
     if memory is None:

@@ -20,14 +20,10 @@ from greenroom.distributed.gather import Gatherer
 from greenroom.errors import ConfigError
 from greenroom.memory import Memory, format_bytes
 from greenroom.residency import spread
+from greenroom.strategies.budget import MARGIN, STEP_DOWN, resolve_budget
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part
 from greenroom.strategies.runtime import Runtime
-
-# Left alone where the budget is whatever is free, and of an explicit budget.
-_FREE_RESERVE, _MARGIN = 0.05, 0.0025
-# Each time that a part runs out of memory it is given this much more room.
-_STEP = 1.2
 
 Signature = tuple[str, str, int]
 
@@ -46,7 +42,7 @@ class CommonKeeper:
     def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
         self.accelerator = accelerator
         self.config = config
-        self.budget = _resolve(config.memory_budget, accelerator)
+        self.budget = resolve_budget(config.memory_budget, accelerator)
         self.peak = 0
         self.out_of_memory = 0
         self._needs: dict[Signature, int] = {}
@@ -110,7 +106,7 @@ class CommonKeeper:
         Raises:
             ConfigError: nothing fits into it; the old one stays.
         """
-        budget = _resolve(memory, self.accelerator, runtime.device_bytes())
+        budget = resolve_budget(memory, self.accelerator, runtime.device_bytes())
         least = self.base(runtime, runtime.layout)
         if least > budget:
             raise ConfigError(
@@ -161,7 +157,7 @@ class CommonKeeper:
         if not held:
             raise error
         room = self.budget - runtime.device_bytes()
-        self._assumed = int(max(room, self.need) * _STEP) + max(b.unit.nbytes for b in held)
+        self._assumed = int(max(room, self.need) * STEP_DOWN) + max(b.unit.nbytes for b in held)
 
     def call_ended(self, runtime: Runtime) -> None:
         self.peak = max(self.peak, self.accelerator.peak())
@@ -202,7 +198,7 @@ class InCommon:
 
     def figures(self) -> tuple[int, int]:
         budget = self._keeper.budget
-        return self._keeper.need, max(0, budget - int(budget * _MARGIN) - self._base)
+        return self._keeper.need, max(0, budget - int(budget * MARGIN) - self._base)
 
     def settle(self, need: int, limit: int) -> None:
         if not need or (need, limit) == self._settled:
@@ -230,17 +226,6 @@ def residents(blocks: Mapping[str, Sequence[int]], room: int) -> dict[str, froze
 
 def may_stay(part: Part) -> bool:
     return part.role == discovery.DIT
-
-
-def _resolve(memory: Memory | None, accelerator: Accelerator, ours: int = 0) -> int:
-    """The budget in bytes; None is what is free now, less a reserve."""
-    free, total = accelerator.free_and_total()
-    if memory is None:
-        return max(1, min(free + ours, total) - int(_FREE_RESERVE * total))
-    budget = memory.resolve(total)
-    if budget > total:
-        raise ConfigError("memory_budget", str(memory), f"at most the {format_bytes(total)} of {accelerator.device}")
-    return budget
 
 
 def _elements(value: Any) -> int:

@@ -204,25 +204,37 @@ class Runtime:
         self._undo.callback(self._end_staging)
         self._stage()
         self._undo.callback(self._drop_all)
-        if shared.tensors:
-            self.shared_copies = self.copier.load([shared])
-        for part in self.parts:
-            if part.pinned_down.tensors:
-                part.kept = self.copier.load([part.pinned_down])
+        self.bring_what_stays()
         if self.sharing is not None:
             self.sharing.gather(self.copier, self.parts, self._lock_shard)
-        try:
-            self.apply(layout)
-        except torch.OutOfMemoryError:
-            if keeper is None:
-                raise
-            self.apply(keeper.least_layout(self))
+        self.apply_what_fits(layout)
         for part, component in zip(self.parts, plan.components, strict=True):
             self._hang_door(part, component)
         with torch.inference_mode(False), torch.no_grad():
             self.stream.prime(wait=True)
         if self.sharing is not None:
             self.sharing.start(keeper.in_common(self) if isinstance(keeper, SharedKeeper) else None)
+
+    def bring_what_stays(self) -> None:
+        """Onto the device, what no layout takes off it."""
+        if self.shared is not None and self.shared.tensors:
+            self.shared_copies = self.copier.load([self.shared])
+        for part in self.parts:
+            if part.pinned_down.tensors:
+                part.kept = self.copier.load([part.pinned_down])
+
+    def apply_what_fits(self, layout: Layout) -> None:
+        """Applies `layout`; where it does not fit and a keeper can learn what does, as little as possible.
+
+        Raises:
+            torch.OutOfMemoryError: nothing fits.
+        """
+        try:
+            self.apply(layout)
+        except torch.OutOfMemoryError:
+            if self.keeper is None:
+                raise
+            self.apply(self.keeper.least_layout(self))
 
     def _lock(self, unit: HostUnit) -> None:
         """Page-locks a master that the ranks share, unless only a share of it is copied from here."""
@@ -239,9 +251,7 @@ class Runtime:
     def _lock_memory(self, memory: torch.Tensor) -> bool:
         """Page-locks shared memory as far as the configuration asks for it and the system allows."""
         assert self.sharing is not None and self.sharing.masters is not None
-        pin = self.config.pin_memory
-        wanted = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + memory.nbytes <= pin
-        if wanted and not self.accelerator.is_cpu:
+        if self._may_pin(memory.nbytes):
             try:
                 self.sharing.masters.pin(memory)
                 self.pinned_bytes += memory.nbytes
@@ -255,10 +265,14 @@ class Runtime:
         self.unpinned_bytes += memory.nbytes
         return False
 
-    def _adopt(self, unit: HostUnit) -> None:
+    def _may_pin(self, nbytes: int) -> bool:
+        """Whether the configuration lets `nbytes` more be page-locked."""
         pin = self.config.pin_memory
-        pinned = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + unit.nbytes <= pin
-        pinned = pinned and not self.accelerator.is_cpu
+        wanted = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + nbytes <= pin
+        return wanted and not self.accelerator.is_cpu
+
+    def _adopt(self, unit: HostUnit) -> None:
+        pinned = self._may_pin(unit.nbytes)
         try:
             unit.adopt(functools.partial(self.accelerator.host_buffer, pin=pinned), pinned=pinned)
         except RuntimeError:

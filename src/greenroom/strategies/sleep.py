@@ -79,16 +79,6 @@ def _differ(copies: Sequence[DeviceCopy]) -> bool:
 
 
 def _bring_back(runtime: Runtime) -> None:
-    if runtime.shared is not None and runtime.shared.tensors:
-        runtime.shared_copies = runtime.copier.load([runtime.shared])
-    for part in runtime.parts:
-        if part.pinned_down.tensors:
-            part.kept = runtime.copier.load([part.pinned_down])
-    try:
-        runtime.apply(runtime.layout)
-    except torch.OutOfMemoryError:
-        if runtime.keeper is None:
-            raise
-        # As when it was enabled: with little on the device there may be room, and the next call learns what fits.
-        runtime.apply(runtime.keeper.least_layout(runtime))
+    runtime.bring_what_stays()
+    runtime.apply_what_fits(runtime.layout)
     runtime.stream.prime(wait=True)
