@@ -46,7 +46,10 @@ def _cell(found: str | None) -> str:
 
 
 def main() -> int:
-    results = json.loads(MEASURED.read_text())
+    """Takes over what was measured last; what was not measured stays as it is."""
+    results: Results = json.loads(KEPT.read_text())
+    for name, ways in json.loads(MEASURED.read_text()).items():
+        results.setdefault(name, {}).update(ways)
     KEPT.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     PAGE.write_text(page(results))
     return 0

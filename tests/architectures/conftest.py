@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import json
 from collections.abc import Generator
 from pathlib import Path
@@ -19,20 +17,13 @@ CELLS: dict[str, dict[str, dict[str, str]]] = {}
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
-    if "matrix_cell" in item.fixturenames and report.when == "call" and not report.skipped:
+    # A setup or a teardown that fails is a result as well: a test without a call is no success.
+    counts = report.failed or (report.when == "call" and not report.skipped)
+    if "matrix_cell" in item.fixturenames and counts:
         params = item.callspec.params
         row = CELLS.setdefault(params["name"], {}).setdefault(params["way"], {})
         row[params["dtype"]] = "exact" if report.passed else "failed"
     return report
-
-
-@pytest.fixture
-def forgotten_models() -> None:
-    """Some models are kept alive, with tables on the device, by caches on their classes."""
-    for found in gc.get_objects():
-        if isinstance(found, functools._lru_cache_wrapper) and str(found.__module__).startswith("diffusers."):
-            found.cache_clear()
-    gc.collect()
 
 
 @pytest.fixture

@@ -21,7 +21,9 @@ FOUND: dict[str, dict[str, str]] = {}
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
-    if "sweep_cell" in item.fixturenames and report.when == "call" and not report.skipped:
+    # A setup or a teardown that fails is a result as well: a test without a call is no success.
+    counts = report.failed or (report.when == "call" and not report.skipped)
+    if "sweep_cell" in item.fixturenames and counts:
         params = item.callspec.params
         refused = dict(item.user_properties).get("refused")
         FOUND.setdefault(params["name"], {})[params["way"]] = (
