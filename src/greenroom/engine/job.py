@@ -142,6 +142,14 @@ class Job:
         if given_up:
             raise RequestCancelled(self._why or "by its caller")
 
+    def given_up(self) -> RequestCancelled | None:
+        """What `check` raises, or None."""
+        try:
+            self.check()
+        except RequestCancelled as error:
+            return error
+        return None
+
     def listen(self, listener: Callable[[Job], None]) -> None:
         """Calls `listener` on each change, on the worker's thread; it must return quickly."""
         self._listeners.append(listener)

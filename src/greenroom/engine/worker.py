@@ -107,11 +107,11 @@ class Worker:
     def sweep(self) -> None:
         """Ends jobs that were given up while they wait, so that they take no place in the queue."""
         with self._condition:
-            given_up = [job for job in self._jobs if _has_ended(job)]
-            for job in given_up:
+            given_up = [(job, error) for job in self._jobs if (error := job.given_up())]
+            for job, _ in given_up:
                 self._jobs.remove(job)
-        for job in given_up:
-            _finish_given_up(job)
+        for job, error in given_up:
+            job.finish(None, error)
 
     def stop(self, timeout_s: float | None = None, *, cancel: bool = True) -> bool:
         """Ends the worker after the running job; True if it ended in time.
@@ -226,18 +226,3 @@ class Worker:
 
 # A broken device, and ranks that have lost one of theirs: neither serves anything any more.
 _FATAL: tuple[type[Exception], ...] = (getattr(torch, "AcceleratorError", WorkerDied), WorkerDied, RanksError)
-
-
-def _has_ended(job: Job) -> bool:
-    try:
-        job.check()
-    except RequestCancelled:
-        return True
-    return False
-
-
-def _finish_given_up(job: Job) -> None:
-    try:
-        job.check()
-    except RequestCancelled as error:
-        job.finish(None, error)

@@ -291,8 +291,8 @@ class Dispatch:
     def _watch(self) -> None:
         now = time.monotonic()
         for link in self._links:
-            if link.job is not None and link.told_to_cancel is None and (reason := _given_up(link.job)):
-                link.wire.send(Cancel(link.job.id, reason))
+            if link.job is not None and link.told_to_cancel is None and (given_up := link.job.given_up()):
+                link.wire.send(Cancel(link.job.id, given_up.reason))
                 link.told_to_cancel = now
             patience = self._rank_timeout if link.heard else max(_FIRST, self._rank_timeout)
             if link.state != GONE and now - link.seen_at > patience:
@@ -349,9 +349,9 @@ class Dispatch:
             order.future.set_result([future.result() for future in order.asked.values()])
 
     def _hand_out(self) -> None:
-        for job in [j for j in self._jobs if _given_up(j)]:
+        for job, error in [(j, error) for j in self._jobs if (error := j.given_up())]:
             self._jobs.remove(job)
-            _finish_given_up(job)
+            job.finish(None, error)
         if self._asleep or self._orders or self._wanted is not None or self._stops_sent:
             return
         for link in self._serving()[:: self._usp]:
@@ -398,7 +398,8 @@ class Dispatch:
         while self._jobs:
             job = self._jobs.popleft()
             job.cancel("the engine is shutting down")
-            _finish_given_up(job)
+            if error := job.given_up():
+                job.finish(None, error)
         while self._orders:
             self._orders.popleft().future.set_exception(WorkerDied("the engine was shut down"))
         left = None if self._close_at is None else max(0.0, self._close_at - now)
@@ -407,18 +408,3 @@ class Dispatch:
                 link.wire.send(Stop(left, cancel=True))
             elif link.state == STARTING:
                 link.kill()
-
-
-def _given_up(job: Job) -> str | None:
-    try:
-        job.check()
-    except RequestCancelled as error:
-        return error.reason
-    return None
-
-
-def _finish_given_up(job: Job) -> None:
-    try:
-        job.check()
-    except RequestCancelled as error:
-        job.finish(None, error)
