@@ -17,7 +17,7 @@ class Figures:
         alive: whether it serves requests.
         allocated: device memory in use.
         report: what its offload keeps where, or None.
-        served: requests that it has finished.
+        served: requests that it has finished; counted, as the two below, for each of several ranks, else 0.
         copied: weights copied to the device for them.
         steps: denoising steps that were run for them.
     """

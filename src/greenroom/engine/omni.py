@@ -153,7 +153,6 @@ class Omni:
         self._handle: Handle | None = None
         self._runner: Runner | None = None
         self._view: LiveView | None = None
-        self._served = {"served": 0, "copied": 0, "steps": 0}
         self._worker = self._start()
 
     # ------------------------------------------------------------------ generating
@@ -268,7 +267,6 @@ class Omni:
                 alive=self._worker.alive,
                 allocated=self._accelerator.allocated(),
                 report=report,
-                **self._served,
             )
         ]
 
@@ -388,11 +386,7 @@ class Omni:
 
     def _run(self, job: Job) -> OmniResult:
         assert self._runner is not None
-        result = self._runner.run(job)
-        self._served["served"] += 1
-        self._served["copied"] += result.metrics.bytes_to_device
-        self._served["steps"] += result.metrics.steps
-        return result
+        return self._runner.run(job)
 
     def _place(self, config: OffloadConfig | None) -> None:
         device = self._accelerator.device
