@@ -52,33 +52,24 @@ class Runner:
             RequestCancelled: it was given up.
             DoesNotFit: the device has too little memory for it.
         """
-        try:
-            return self._attempt(job, retries=0)
-        except torch.OutOfMemoryError as error:
-            _forget_frames(error)
-        except BudgetExceeded as error:
-            _forget_frames(error)
-            raise DoesNotFit(f"{error}; {self._fitted()}") from None
-        except BaseException as error:
-            # Whoever keeps the error must not keep what the pipeline had on the device.
-            _forget_frames(error)
-            raise
-        # What others left in the allocator's cache, or a moment's shortage, is no reason to fail.
-        self.accelerator.empty_cache()
-        try:
-            return self._attempt(job, retries=1)
-        except BudgetExceeded as error:
-            _forget_frames(error)
-            raise DoesNotFit(f"{error}; {self._fitted()}") from None
-        except torch.OutOfMemoryError as error:
-            _forget_frames(error)
+        told = ""
+        for retries in (0, 1):
+            try:
+                return self._attempt(job, retries)
+            except torch.OutOfMemoryError as error:
+                _forget_frames(error)
+                told = str(error)
+            except BudgetExceeded as error:
+                _forget_frames(error)
+                raise DoesNotFit(f"{error}; {self._fitted()}") from None
+            except BaseException as error:
+                # Whoever keeps the error must not keep what the pipeline had on the device.
+                _forget_frames(error)
+                raise
+            # What others left in the allocator's cache, or a moment's shortage, is no reason to fail.
             self.accelerator.empty_cache()
-            told = str(error)
-            # A budget's own refusal says what would do; a device's says only that it is full.
-            raise DoesNotFit(told if "memory budget" in told else self._what_fits(job)) from None
-        except BaseException as error:
-            _forget_frames(error)
-            raise
+        # A budget's own refusal says what would do; a device's says only that it is full.
+        raise DoesNotFit(told if "memory budget" in told else self._what_fits(job))
 
     def _attempt(self, job: Job, retries: int) -> OmniResult:
         request = job.request
