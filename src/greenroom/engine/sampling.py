@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from greenroom.bounds import MAX_SEED as MAX_SEED
 from greenroom.bounds import check_numbers, grain_of
 from greenroom.engine.errors import RequestRefused
 from greenroom.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from greenroom.bounds import check_numbers
 from greenroom.engine import Engine
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.serving.errors import ApiError
@@ -12,7 +13,7 @@ def check(omni: Engine, settings: ServerSettings, prompt: str, params: OmniDiffu
     """Refuses what is beyond the limits.
 
     Raises:
-        ApiError: 400, naming the field, the value and what is accepted.
+        ApiError, ConfigError: naming the field, the value and what is accepted.
     """
     if not prompt.strip():
         raise _refused("prompt", "an empty text", "text that says what to draw")
@@ -23,12 +24,7 @@ def check(omni: Engine, settings: ServerSettings, prompt: str, params: OmniDiffu
             text.encode()
         except UnicodeEncodeError:
             raise _refused(field, "half a character (a lone surrogate)", "text") from None
-    step = omni.facts.grain
-    for field, value in (("height", params.height), ("width", params.width)):
-        if value is not None and value % step:
-            below = value - value % step
-            near = f"{below} or {below + step}" if below else str(step)
-            raise _refused(field, str(value), f"multiples of {step} for this model, such as {near}")
+    check_numbers({"height": params.height, "width": params.width}, omni.facts.grain)
     height, width = _default(omni, params, "height"), _default(omni, params, "width")
     if height and width and height * width > settings.max_pixels:
         given = f"{width}x{height}, which are {width * height} pixels,"

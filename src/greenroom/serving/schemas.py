@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from greenroom.engine.sampling import MAX_SEED, OmniDiffusionSamplingParams
+from greenroom.bounds import MAX_PIXELS, MAX_SCALE, MAX_SEED
+from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.serving.errors import ApiError, from_validation
 
-_Pixels = Annotated[int, Field(ge=1, le=65536)]
-_Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+_Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
+_Scale = Annotated[float, Field(ge=0, le=MAX_SCALE, allow_inf_nan=False)]
 _SIZE = re.compile(r"0*[1-9]\d{0,4}x0*[1-9]\d{0,4}", re.ASCII)
 
 
