@@ -834,6 +834,7 @@ def every_architecture(dtype: str) -> Any:
         handle = greenroom.offload(pipe, words, device=DEVICE)
         same = all(torch.equal(testing.run(pipe, name, seed=RANK), expected) for _ in range(2))
         assert handle.ranks.passes > 0 and handle.ranks.broken is None
+        assert set(handle.ranks.transfers.values()) == {"allgather"}, handle.ranks.transfers
         handle.disable()
         same = same and torch.equal(testing.run(pipe, name, seed=RANK), expected)
         found[name] = "exact" if same else "failed"
