@@ -16,7 +16,7 @@ import torch
 import greenroom
 from greenroom import ConfigError, Omni, OmniDiffusionSamplingParams, testing
 from greenroom.demo import checkpoint_path
-from greenroom.engine import DoesNotFit, QueueFull, Request, RequestCancelled, RequestRefused, WorkerDied
+from greenroom.engine import DoesNotFit, OmniRanks, QueueFull, Request, RequestCancelled, RequestRefused, WorkerDied
 from greenroom.engine.job import Job
 
 PROMPT = "a handwritten seven"
@@ -168,6 +168,15 @@ def test_words_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         Omni(nowhere, device="cpu")
     with pytest.raises(TypeError):
         Omni(checkpoint_path(), enable_nothing=True, device="cpu")
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Omni, {}), (OmniRanks, {"data_parallel_size": 2})])
+def test_a_budget_that_is_none_is_refused_by_its_name(kind: Any, words: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kind(tmp_path / "nothing", memory_budget="much", device="cpu", **words)
+    assert (refused.value.field, refused.value.value) == ("memory_budget", "much")
+    with pytest.raises(TypeError, match="enable_nothing"):
+        kind(tmp_path / "nothing", enable_nothing=True, device="cpu", **words)
 
 
 def test_without_an_accelerator_it_runs_on_the_cpu() -> None:

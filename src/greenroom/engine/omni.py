@@ -31,6 +31,7 @@ from greenroom.handle import Handle, Report
 from greenroom.loading import LoadReport, check_dtype, load_checkpoint
 from greenroom.memory import Memory
 
+_LOADING = ("variant", "revision", "local_files_only", "trust_remote_code")
 _INPUTS = ("prompt", "negative_prompt", "image", "mask_image", "last_image", "video")
 
 
@@ -105,19 +106,20 @@ class Omni:
         usp: int = 1,
         **legacy: Any,
     ) -> None:
-        flags: dict[str, Any] = {
-            "enable_cpu_offload": enable_cpu_offload,
-            "enable_layerwise_offload": enable_layerwise_offload,
-            "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
-        }
-        if memory_budget is not None:
-            Memory.parse(memory_budget, "memory_budget")  # by its name here
-        config = parse_config(diffusion_offload_config, memory=memory_budget, **flags, **legacy)
-        wanted = diffusion_offload_config is not None or memory_budget is not None or any(flags.values())
+        config = configuration(
+            {
+                "diffusion_offload_config": diffusion_offload_config,
+                "memory_budget": memory_budget,
+                "enable_cpu_offload": enable_cpu_offload,
+                "enable_layerwise_offload": enable_layerwise_offload,
+                "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
+                **legacy,
+            }
+        )
         check_dtype(dtype)
         check_ranks(data_parallel_size, usp)
         self._accelerator = Accelerator.of(group.local_device(find_device(device)))
-        self._config: OffloadConfig | None = config if wanted else None
+        self._config: OffloadConfig | None = config
         group.join(self._config, self._accelerator, needed=usp > 1)
         self._together = Together(usp, self._accelerator) if usp > 1 else None
         self._max_queue = max_queue
@@ -472,6 +474,25 @@ def generate_each(
         raise
 
 
+def configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
+    """What the words of an engine say about offloading, checked; None where they say nothing.
+
+    Args:
+        words: all but those that say where to compute and how many requests to take; those for loading pass.
+
+    Raises:
+        ConfigError: a word for offloading is not accepted.
+        TypeError: a word is neither for offloading nor for loading.
+    """
+    config, budget = words.get("diffusion_offload_config"), words.get("memory_budget")
+    flags = {k: v for k, v in words.items() if k not in ("diffusion_offload_config", "memory_budget", *_LOADING)}
+    if budget is not None:
+        Memory.parse(budget, "memory_budget")  # which calls it `memory`
+    parsed = parse_config(config, memory=budget, **flags)
+    said = config is not None or budget is not None
+    return parsed if said or any(v for k, v in flags.items() if k.startswith("enable_")) else None
+
+
 def find_device(device: str | torch.device | None) -> str | torch.device:
     """The device to compute on: the one given, else the accelerator that is present, else the CPU."""
     if device is None:
@@ -513,4 +534,4 @@ def _read(value: Any, field: str, limits: MediaLimits | None) -> Any:
     return read_image(value, limits, field)
 
 
-__all__ = ["EngineStatus", "Omni", "RankStatus", "find_device", "generate_each", "prompt_inputs"]
+__all__ = ["EngineStatus", "Omni", "RankStatus", "configuration", "find_device", "generate_each", "prompt_inputs"]

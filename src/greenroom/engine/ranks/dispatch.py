@@ -85,6 +85,8 @@ class Dispatch:
         self._leaving: list[Link] = []
         self._counts: list[dict[str, Any]] = [{"served": 0, "copied": 0, "steps": 0} for _ in begins]
         self._figures: dict[int, Figures] = {}
+        # What each rank said of itself when it was ready last: true of the one that takes its place, too.
+        self._ready: dict[int, Ready] = {}
         self._typical_s = 1.0
         self._asleep = False
         self._wanted: tuple[Sequence[int], Future[None]] | None = None
@@ -208,7 +210,7 @@ class Dispatch:
         elif link.state == GONE:
             return  # given up already: see Note [An answer belongs to its question] in link.py
         elif isinstance(message, Ready):
-            link.state, link.ready = READY, message
+            link.state, self._ready[link.rank] = READY, message
             self._gathers = message.gathers
             self._figures[link.rank] = message.figures
         elif isinstance(message, NotStarted):

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as PatienceEnded  # not the built-in one before Python 3.11
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 
 from greenroom.accelerator import rank_devices
-from greenroom.config import OffloadConfig, parse_config
+from greenroom.config import OffloadConfig
 from greenroom.engine.errors import QueueFull, WorkerDied
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
-from greenroom.engine.omni import EngineStatus, RankStatus, find_device, generate_each
+from greenroom.engine.omni import EngineStatus, RankStatus, configuration, find_device, generate_each
 from greenroom.engine.ranks.dispatch import Dispatch
 from greenroom.engine.ranks.launch import Launcher, Processes
 from greenroom.engine.ranks.link import GONE, READY, Link
@@ -88,7 +89,7 @@ class OmniRanks(Dispatch):
             raise ConfigError(
                 "model", type(model).__name__, "a folder or a hub id where several ranks load it, each for itself"
             )
-        self._config = _configuration(words)
+        self._config = configuration(words)
         check_dtype(dtype)
         if launcher is None:
             devices: Sequence[Any] = rank_devices(find_device(device), data_parallel_size * usp)
@@ -165,7 +166,7 @@ class OmniRanks(Dispatch):
     @property
     def device(self) -> str:
         """The devices, one for each rank."""
-        return ", ".join(link.ready.device for link in self._links if link.ready is not None)
+        return ", ".join(ready.device for _, ready in sorted(self._ready.items()))
 
     @property
     def config(self) -> OffloadConfig | None:
@@ -185,16 +186,6 @@ class OmniRanks(Dispatch):
         """How the first rank loaded; the others did the same."""
         return self._told().load_report
 
-    @property
-    def recommended(self) -> dict[str, Any]:
-        """Call arguments that the checkpoint recommends."""
-        return dict(self.facts.recommended)
-
-    @property
-    def makes_videos(self) -> bool:
-        """Whether the pipeline makes videos rather than pictures."""
-        return self.facts.makes_videos
-
     def can_take(self, name: str) -> bool:
         """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""
         return name in self._told().inputs
@@ -207,7 +198,7 @@ class OmniRanks(Dispatch):
         for rank, future in asked.items():
             try:
                 self._figures[rank] = future.result(max(0.0, limit - time.monotonic()))[0]
-            except Exception:
+            except (PatienceEnded, WorkerDied):
                 continue
         return [self._figures_of(link) for link in links]
 
@@ -227,7 +218,7 @@ class OmniRanks(Dispatch):
             raise ConfigError("rank", rank, f"0 to {len(links) - 1}")
         try:
             found: dict[str, Any] = links[rank].ask("live", {"since": since}).result(_PATIENCE)
-        except TimeoutError:
+        except PatienceEnded:
             raise WorkerDied(f"rank {rank} does not answer") from None
         return found
 
@@ -313,7 +304,7 @@ class OmniRanks(Dispatch):
     # ------------------------------------------------------------------ small things
 
     def _told(self) -> Ready:
-        return next(link.ready for link in self._links if link.ready is not None)
+        return next(ready for _, ready in sorted(self._ready.items()))
 
     def _figures_of(self, link: Link) -> Figures:
         known = self._figures.get(link.rank)
@@ -323,14 +314,6 @@ class OmniRanks(Dispatch):
         if not alive:
             known = replace(known, allocated=0, report=None)
         return replace(known, rank=link.rank, alive=alive, **self._counts[link.rank])
-
-
-def _configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
-    """What the words of `Omni` say about offloading, checked; None where they say nothing."""
-    legacy = {k: v for k, v in words.items() if k.startswith(("enable_", "dlo_"))}
-    config = parse_config(words.get("diffusion_offload_config"), memory=words.get("memory_budget"), **legacy)
-    named = words.get("diffusion_offload_config") is not None or words.get("memory_budget") is not None
-    return config if named or any(v for k, v in legacy.items() if k.startswith("enable_")) else None
 
 
 __all__ = ["OmniRanks"]

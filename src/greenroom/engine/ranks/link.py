@@ -15,7 +15,7 @@ from typing import Any
 
 from greenroom.engine.errors import WorkerDied
 from greenroom.engine.job import Job
-from greenroom.engine.ranks.wire import Answer, Ask, Outcome, Ready, Wire
+from greenroom.engine.ranks.wire import Answer, Ask, Outcome, Wire
 
 STARTING, READY, GONE = "starting", "ready", "gone"
 _NUMBERS = itertools.count(1)
@@ -42,7 +42,6 @@ class Link:
         self.process = process
         self.wire = Wire(connection, f"greenroom-rank-{rank}")
         self.state = STARTING
-        self.ready: Ready | None = None
         self.error: BaseException | None = None
         self.cause: str | None = None
         self.job: Job | None = None
