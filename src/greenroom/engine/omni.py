@@ -275,7 +275,9 @@ class Omni:
     def live(self, since: int = 0) -> dict[str, Any]:
         """What lies on the device at this moment; see `LiveView.snapshot`."""
         view = self._view
-        return view.snapshot(since) if view is not None else {"components": [], "events": [], "last_event": since}
+        if view is None:
+            return {"budget": None, "components": [], "events": [], "last_event": since}
+        return view.snapshot(since)
 
     # ------------------------------------------------------------------ operating
 

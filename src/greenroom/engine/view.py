@@ -114,6 +114,7 @@ class LiveView:
             "allocated": self._accelerator.allocated(),
             "free": free if known else None,
             "total": total if known else None,
+            "budget": getattr(runtime.keeper, "budget", None) if runtime is not None else None,
             "components": [_part_snapshot(p) for p in list(runtime.parts)] if runtime is not None else [],
             "events": events,
             "last_event": events[-1]["n"] if events else since,

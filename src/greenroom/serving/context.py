@@ -89,7 +89,7 @@ class Context:
         self.metrics.requests.labels(kind, _outcome(error)).inc()
 
     async def operate(self, what: Callable[..., T], *args: Any) -> T:
-        """Carries out what an operator asks for, which may have to wait for the running request.
+        """Carries out what an operator has changed, which may have to wait for the running request.
 
         One after another on a thread of their own: on those that encode pictures, a few of them would keep everyone
         waiting.

@@ -60,7 +60,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/v1/offload", tags=["operating"], summary="What lies where.")
     async def offload() -> dict[str, Any]:
-        figures = await context.operate(omni.figures)
+        figures = await asyncio.to_thread(omni.figures)
         report = next((f.report for f in figures if f.report is not None), None)
         ranks = [
             {"rank": f.rank, "device": f.device, "alive": f.alive, "report": f.report.to_dict() if f.report else None}
@@ -84,9 +84,7 @@ def router(context: Context) -> APIRouter:
     async def live(since: int = Query(0, ge=0), rank: int = Query(0, ge=0)) -> dict[str, Any]:
         if rank >= max(1, len(omni.status.ranks)):
             raise ApiError(404, f"there is no rank {rank}", param="rank", code="not_found")
-        snapshot = await context.operate(omni.live, since, *([rank] if omni.status.ranks else []))
-        report = await context.operate(omni.report)
-        snapshot["budget"] = report.budget if report is not None else None
+        snapshot = await asyncio.to_thread(omni.live, since, *([rank] if omni.status.ranks else []))
         status = omni.status
         snapshot["waiting"], snapshot["running"] = status.waiting, status.running
         return snapshot
