@@ -407,6 +407,6 @@ class Dispatch:
         left = None if self._close_at is None else max(0.0, self._close_at - now)
         for link in self._links:
             if link.state == READY:
-                link.wire.send(Stop(left, cancel=True))
+                link.wire.send(Stop(left))
             elif link.state == STARTING:
                 link.kill()

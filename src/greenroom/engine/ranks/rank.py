@@ -96,7 +96,7 @@ class Rank:
                     self._answer(omni, message)
             elif isinstance(message, Stop):
                 broken = omni.status.cause is not None
-                return 0 if omni.shutdown(message.timeout_s, cancel=message.cancel) and not broken else 1
+                return 0 if omni.shutdown(message.timeout_s) and not broken else 1
 
     def _submit(self, omni: Omni, message: Submit) -> None:
         job = Job(message.request)

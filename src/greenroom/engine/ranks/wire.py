@@ -15,7 +15,7 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,7 +43,7 @@ class Submit:
     """A request; of ranks that compute it together, one is asked for the result."""
 
     request: Request
-    with_result: bool = True
+    with_result: bool
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,14 @@ class Ask:
 
     number: int
     what: str
-    words: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Ends the rank; the times are those of `Omni.shutdown`."""
+    """Ends the rank, which gives up what it runs; the time is that of `Omni.shutdown`."""
 
     timeout_s: float | None
-    cancel: bool
 
 
 # ---------------------------------------------------------------------- from a rank
