@@ -197,6 +197,16 @@ class Accelerator:
             yield
 
 
+def find_device(device: str | torch.device | None) -> str | torch.device:
+    """The device to compute on: the one given, else the accelerator that is present, else the CPU."""
+    if device is None:
+        present = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if present is None else present.type
+    if str(device).split(":")[0] == "emu":
+        import greenroom.emulator  # noqa: F401 - registers the device
+    return device
+
+
 def rank_devices(device: str | torch.device, ranks: int) -> list[str]:
     """The device of each rank on this host: the one with its index; the CPU for all.
 

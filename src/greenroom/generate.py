@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from greenroom.accelerator import Accelerator
+from greenroom.accelerator import Accelerator, find_device
 from greenroom.api import offload
 from greenroom.bounds import check_numbers, grain_of
 from greenroom.config import parse_config
@@ -99,7 +99,9 @@ def generate_image(
         enable_layerwise_offload=enable_layerwise_offload,
     )
     check_numbers({**request.words(), "seed": request.seed})
-    place = _device(device)
+    place = find_device(device)
+    if device is not None:
+        place = Accelerator.of(place).device
     check_dtype(dtype)
     pipe = load_checkpoint(str(model), dtype=dtype).pipeline
     accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
@@ -110,12 +112,3 @@ def generate_image(
     handle = offload(pipe, parsed, device=place)
     picture = pipe(**call).images[0]
     return picture, handle.report()
-
-
-def _device(device: str | None) -> str:
-    if device is None:
-        present = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if present is None else present.type
-    if device.split(":")[0] == "emu":
-        import greenroom.emulator  # noqa: F401 - registers the device
-    return str(Accelerator.of(device).device)

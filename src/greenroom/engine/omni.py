@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from greenroom.accelerator import Accelerator
+from greenroom.accelerator import Accelerator, find_device
 from greenroom.api import offload
 from greenroom.config import OffloadConfig, parse_config
 from greenroom.engine import group
@@ -495,16 +495,6 @@ def configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
     return parsed if said or any(v for k, v in flags.items() if k.startswith("enable_")) else None
 
 
-def find_device(device: str | torch.device | None) -> str | torch.device:
-    """The device to compute on: the one given, else the accelerator that is present, else the CPU."""
-    if device is None:
-        present = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if present is None else present.type
-    if str(device).split(":")[0] == "emu":
-        import greenroom.emulator  # noqa: F401 - registers the device
-    return device
-
-
 def prompt_inputs(prompt: str | Mapping[str, Any], limits: MediaLimits | None = None) -> dict[str, Any]:
     """What a prompt stands for, by the names of a pipeline's call; images are read.
 
@@ -536,4 +526,4 @@ def _read(value: Any, field: str, limits: MediaLimits | None) -> Any:
     return read_image(value, limits, field)
 
 
-__all__ = ["EngineStatus", "Omni", "RankStatus", "configuration", "find_device", "generate_each", "prompt_inputs"]
+__all__ = ["EngineStatus", "Omni", "RankStatus", "configuration", "generate_each", "prompt_inputs"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from greenroom import discovery
-from greenroom.accelerator import Accelerator
+from greenroom.accelerator import Accelerator, find_device
 from greenroom.config import OffloadConfig
 from greenroom.errors import ConfigError, TopologyError
 from greenroom.memory import Memory, format_bytes
@@ -107,9 +107,7 @@ def budget_bytes(memory_budget: int | float | str, device: str | torch.device | 
     budget = Memory.parse(memory_budget, "memory_budget")
     if budget.bytes is not None:
         return budget.bytes
-    if device is not None and str(device).split(":")[0] == "emu":
-        import greenroom.emulator  # noqa: F401 - registers the device
-    accelerator = Accelerator.of(device)
+    accelerator = Accelerator.of(None if device is None else find_device(device))
     if accelerator.is_cpu:
         raise ConfigError("device", str(device), "an accelerator, whose memory the budget is a share of")
     return budget.resolve(accelerator.free_and_total()[1])

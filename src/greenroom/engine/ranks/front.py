@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from greenroom.accelerator import rank_devices
+from greenroom.accelerator import find_device, rank_devices
 from greenroom.config import OffloadConfig
 from greenroom.engine.errors import QueueFull, WorkerDied
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
-from greenroom.engine.omni import EngineStatus, RankStatus, configuration, find_device, generate_each
+from greenroom.engine.omni import EngineStatus, RankStatus, configuration, generate_each
 from greenroom.engine.ranks.dispatch import Dispatch
 from greenroom.engine.ranks.launch import Launcher, Processes
 from greenroom.engine.ranks.link import GONE, READY, Link
