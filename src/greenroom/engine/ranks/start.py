@@ -8,7 +8,7 @@ from greenroom.engine import group
 from greenroom.engine.omni import Omni
 from greenroom.engine.ranks.front import OmniRanks
 from greenroom.engine.ranks.torchrun import Torchrun
-from greenroom.errors import ConfigError
+from greenroom.engine.together import check_ranks
 
 
 def start_engine(
@@ -22,15 +22,7 @@ def start_engine(
     """
     world = group.world_size()
     if world > 1:
-        if usp < 1 or world % usp:
-            raise ConfigError("usp", usp, f"a divisor of {world}, the number of ranks that torchrun has started")
-        if data_parallel_size not in (1, world // usp):
-            raise ConfigError(
-                "data_parallel_size",
-                data_parallel_size,
-                f"{world // usp}: torchrun has started {world} ranks"
-                + (f", {usp} for each request" if usp > 1 else ""),
-            )
+        check_ranks(data_parallel_size, usp)
         data_parallel_size = world // usp
         words = {**words, "launcher": Torchrun()}
     if data_parallel_size * usp > 1:
