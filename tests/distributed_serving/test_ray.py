@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from served import BODY, ROUTE, drawn, until
 
 from greenroom import ConfigError
 from greenroom.demo import checkpoint_path
+from ports import free_port
 
 ray = pytest.importorskip("ray", reason="needs greenroom[ray]")
 pytestmark = pytest.mark.slow
@@ -30,9 +30,7 @@ def url(emu_module: Any) -> Iterator[str]:
     from greenroom.serving.ray import application
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(
@@ -94,3 +92,5 @@ def test_ranks_need_devices() -> None:
 
     with pytest.raises(ConfigError, match="num_gpus"):
         application("somewhere", num_gpus=1, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="at least 4"):
+        application("somewhere", num_gpus=2, data_parallel_size=2, usp=2)

@@ -30,7 +30,7 @@ class Replica:
 
     def __init__(self, model: str, settings: ServerSettings, words: Mapping[str, Any]) -> None:
         self._settings = settings
-        self._engine = start_engine(model, **words)
+        self._engine = start_engine(model, **{"max_queue": settings.max_queue, **words})
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._engine, self._settings)
@@ -57,16 +57,16 @@ def application(
     Args:
         model: a folder that every machine has under this name, or a hub id.
         num_replicas: servers with a model each.
-        num_gpus: devices of one replica; as many as `data_parallel_size` says, where that is given.
+        num_gpus: devices of one replica; as many as `data_parallel_size` and `usp`, where given, make ranks.
         num_cpus: processors of one replica.
         settings: limits; None for the defaults.
         deployment: further options of `serve.deployment`, such as `autoscaling_config`.
-        **words: as for `Omni`, and `data_parallel_size`.
+        **words: as for `start_engine`; `max_queue` is that of the settings where it is not among them.
 
     Raises:
         ConfigError: fewer devices than ranks.
     """
-    ranks = words.get("data_parallel_size", 1)
+    ranks = words.get("data_parallel_size", 1) * words.get("usp", 1)
     if 0 < num_gpus < ranks:
         raise ConfigError("num_gpus", num_gpus, f"at least {ranks}, one for each rank")
     settings = settings or ServerSettings()
