@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ports import free_port
 
 HERE = Path(__file__).parent
 
@@ -24,19 +25,11 @@ class Ended:
         code: of its process; negative for the number of a signal.
         text: everything that it printed.
         result: what it reported, None if it reported nothing.
-        seconds: from the start of the ranks to its end.
     """
 
     code: int
     text: str
     result: Any
-    seconds: float
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Started:
@@ -49,7 +42,6 @@ class Started:
         *args: str,
         folder: Path,
         env: dict[str, str] | None = None,
-        address: str = "127.0.0.1",
     ) -> None:
         self.started = time.monotonic()
         port = str(free_port())
@@ -62,7 +54,7 @@ class Started:
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(size),
-                "MASTER_ADDR": address,
+                "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "EMU_DEVICE_COUNT": str(size),
                 "PYTHONPATH": str(HERE.parent / "core"),
@@ -109,7 +101,7 @@ class Started:
                     process.send_signal(signal.SIGABRT)  # faulthandler prints where it was
                     code = process.wait(10)
                 result = json.loads(self.results[rank].read_text()) if self.results[rank].exists() else None
-                ended.append(Ended(code, self.outputs[rank].read_text(), result, time.monotonic() - self.started))
+                ended.append(Ended(code, self.outputs[rank].read_text(), result))
         finally:
             for process in self.processes:
                 if process.poll() is None:

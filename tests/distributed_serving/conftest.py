@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="needs greenroom[serve]")
+sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 
 from served import BODY, PROMPT, Faults, planted
 
@@ -20,13 +22,9 @@ from greenroom.demo import checkpoint_path
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Ranks share the machine with each other and with other tests."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    yield
-    if before is None:
-        del os.environ["OMP_NUM_THREADS"]
-    else:
-        os.environ["OMP_NUM_THREADS"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,21 +6,24 @@ import base64
 import contextlib
 import io
 import os
-import socket
+import signal
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import live_server
 import numpy as np
+import pytest
 from PIL import Image
 
 from greenroom.engine import OmniRanks
 from greenroom.serving import ServerSettings
-from greenroom.serving.main import make_server
+from ports import free_port
 
 PROMPT = "a handwritten seven"
 BODY = {"prompt": PROMPT, "seed": 7, "num_inference_steps": 3}
@@ -49,10 +52,9 @@ class Served:
     def pids(self) -> list[int]:
         return [link.process.pid for link in self.omni._links if link.process is not None]
 
-    def rank_of(self, job_count: int = 1) -> int:
-        """The rank that serves a request now, once `job_count` are being served."""
+    def wait_for(self, job_count: int) -> None:
+        """Until `job_count` ranks serve a request each."""
         until(lambda: sum(r.running is not None for r in self.omni.status.ranks) == job_count)
-        return next(r.rank for r in self.omni.status.ranks if r.running is not None)
 
 
 class Future:
@@ -81,9 +83,6 @@ class Faults:
         file.with_suffix(".new").write_text(word)
         file.with_suffix(".new").rename(file)
 
-    def planted(self, rank: int) -> bool:
-        return (self.folder / str(rank)).exists()
-
     def clear(self) -> None:
         for file in self.folder.iterdir():
             file.unlink()
@@ -92,44 +91,64 @@ class Faults:
 @contextlib.contextmanager
 def planted(folder: Path) -> Iterator[Faults]:
     """Ranks that are started inside the block look for faults in `folder`."""
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "FAULTS")}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(FAULTS), before["PYTHONPATH"])))
-    os.environ["FAULTS"] = str(folder)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(FAULTS), prepend=os.pathsep)
+        patch.setenv("FAULTS", str(folder))
         yield Faults(folder)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
 def serving(omni: OmniRanks, settings: ServerSettings | None = None) -> Iterator[Served]:
     """Serves `omni` on 127.0.0.1 until the block ends."""
-    server = make_server(omni, settings or ServerSettings(shutdown_timeout=10), log_level="error")
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        until(lambda: server.started, 30)
-        yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", omni)
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        stopped = not thread.is_alive()
-        listener.close()
-        omni.shutdown(timeout_s=10)
-        assert stopped, "the server did not stop"
+    with live_server.running(omni, settings or ServerSettings(shutdown_timeout=10), stops_within=60) as (url, _):
+        yield Served(url, omni)
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.02)
+    """With the patience that several processes need."""
+    live_server.until(condition, seconds)
+
+
+def torchrun(*arguments: Any, script: Path, per_machine: int = 2, machines: int = 1, seconds: float = 300) -> str:
+    """Runs torchrun once on each "machine", an address of the loopback interface, and returns what was printed.
+
+    A hang is an error.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
+    port = free_port()
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "EMU_DEVICE_COUNT": str(per_machine),
+        "GREENROOM_RANKS_TIMEOUT": "60",
+    }
+    started = []
+    for machine in range(machines):
+        words = ["--nnodes", str(machines), "--node-rank", str(machine), "--local-addr", f"127.0.0.{1 + machine}"]
+        words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        started.append(
+            subprocess.Popen(
+                [*command, *words, str(script), *map(str, arguments)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    outputs = []
+    try:
+        for process in started:
+            outputs.append(process.communicate(timeout=seconds)[0])
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                outputs.append(process.communicate()[0])
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output
+    return "".join(outputs)
 
 
 def drawn(answer: httpx.Response) -> np.ndarray:

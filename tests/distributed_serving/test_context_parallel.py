@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_mixes import torchrun
+from served import torchrun
 
 LAYER: dict[str, Any] = {"mode": "layer", "components": ["dit", "text_encoder"]}
 CONFIGS: dict[str, dict[str, Any]] = {

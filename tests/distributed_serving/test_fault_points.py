@@ -24,8 +24,8 @@ LIMIT = 30
 @pytest.fixture(scope="module")
 def served(emu_module: Any, faults: Faults) -> Iterator[Served]:
     before = shared_memory()
-    os.environ["GREENROOM_RANKS_TIMEOUT"] = "8"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GREENROOM_RANKS_TIMEOUT", "8")
         omni = OmniRanks(
             checkpoint_path(),
             data_parallel_size=2,
@@ -35,8 +35,6 @@ def served(emu_module: Any, faults: Faults) -> Iterator[Served]:
         )
         with serving(omni, ServerSettings(shutdown_timeout=10, request_timeout=10)) as found:
             yield found
-    finally:
-        del os.environ["GREENROOM_RANKS_TIMEOUT"]
     assert shared_memory() <= before
 
 

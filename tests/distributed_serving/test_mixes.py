@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import shared_memory
+from served import shared_memory, torchrun
 
 from greenroom import testing
 from greenroom.demo import checkpoint_path
@@ -29,55 +24,9 @@ BOTH = {
 }
 
 
-def torchrun(
-    *arguments: Any, script: Path = SCRIPT, per_machine: int = 2, machines: int = 1, seconds: float = 300
-) -> str:
-    """Runs torchrun once on each "machine", an address of the loopback interface, and returns what was printed.
-
-    A hang is an error.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_machine)]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "EMU_DEVICE_COUNT": str(per_machine),
-        "GREENROOM_RANKS_TIMEOUT": "60",
-    }
-    started = []
-    for machine in range(machines):
-        words = ["--nnodes", str(machines), "--node-rank", str(machine), "--local-addr", f"127.0.0.{1 + machine}"]
-        words += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        started.append(
-            subprocess.Popen(
-                [*command, *words, str(script), *map(str, arguments)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    outputs = []
-    try:
-        for process in started:
-            outputs.append(process.communicate(timeout=seconds)[0])
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                outputs.append(process.communicate()[0])
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output
-    return "".join(outputs)
-
-
 def run(tmp_path: Path, model: Path, mixes: int, config: dict[str, Any], **where: Any) -> list[dict[str, int]]:
     before = shared_memory()
-    torchrun(model, mixes, tmp_path / "report", "--config", json.dumps(config), **where)
+    torchrun(model, mixes, tmp_path / "report", "--config", json.dumps(config), script=SCRIPT, **where)
     assert shared_memory() <= before
     world = where.get("per_machine", 2) * where.get("machines", 1)
     return [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(world)]

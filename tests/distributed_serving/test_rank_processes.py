@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from served import BODY, PROMPT, ROUTE, alive, drawn, shared_memory, until
 
 from greenroom.demo import checkpoint_path
 from greenroom.engine import OmniRanks, WorkerDied
+from ports import free_port
 
 GATHER = {"enable_distributed_layerwise_offload": True}
 
@@ -42,9 +42,7 @@ class Cli:
     """`greenroom serve` as a process, with two ranks, possibly inside torchrun."""
 
     def __init__(self, folder: Path, *words: str, before: tuple[str, ...] = ()) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         program = str(Path(sys.executable).with_name("greenroom"))
         command = [*before, program, "serve", str(checkpoint_path()), "--omni", "--device", "emu"]
         self.log = folder / "log.txt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from served import BODY, PROMPT, ROUTE, Faults, Served, alive, drawn, serving, shared_memory, until
 
@@ -124,7 +126,7 @@ def test_the_queue_is_one_and_bounded(served: Served, faults: Faults) -> None:
     faults.plant(1, "slow 0.05")
     long = Request({"prompt": PROMPT}, OmniDiffusionSamplingParams(num_inference_steps=200))
     running = [served.omni.submit(Request(long.inputs, long.params)) for _ in range(2)]
-    served.rank_of(2)
+    served.wait_for(2)
     waiting = [served.omni.submit(Request(long.inputs, long.params)) for _ in range(8)]
     with pytest.raises(QueueFull):
         served.omni.submit(long)
@@ -279,14 +281,10 @@ def test_a_rank_that_dies_while_it_starts_is_an_error(served: Served) -> None:
 def _children() -> list[int]:
     """Ranks that this process has started."""
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    if b"greenroom.engine.ranks\0" in file.read() and alive(int(entry)):
-                        found.append(int(entry))
-            except OSError:
-                continue
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            if "greenroom.engine.ranks" in child.cmdline() and alive(child.pid):
+                found.append(child.pid)
     return found
 
 

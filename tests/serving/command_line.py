@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Iterator
 
 import httpx
 import psutil
+
+from ports import free_port
 
 # Importing the emulator makes it the accelerator that is present, so that no command has to name it.
 _PROGRAM = "import greenroom.emulator; from greenroom.cli import main; main()"
@@ -23,9 +24,7 @@ def command(*words: str) -> Iterator[tuple[str, psutil.Process]]:
     Yields:
         Its address, and the process.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     program = [sys.executable, "-c", _PROGRAM, "serve", *words, "--port", str(port)]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     url = f"http://127.0.0.1:{port}"

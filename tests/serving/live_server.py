@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,28 @@ class Live:
         return client
 
 
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def serving(omni: Omni, settings: ServerSettings | None = None) -> Iterator[Live]:
     """Serves `omni` on 127.0.0.1 until the block ends."""
-    server = make_server(omni, settings or ServerSettings(shutdown_timeout=5), log_level="error")
+    with running(omni, settings or ServerSettings(shutdown_timeout=5), stops_within=30) as (url, app):
+        yield Live(url, omni, app)
+
+
+@contextlib.contextmanager
+def running(omni: Any, settings: ServerSettings, *, stops_within: float) -> Iterator[tuple[str, Any]]:
+    """A server in front of an `Omni` or `OmniRanks`, until the block ends; both are shut down.
+
+    Yields:
+        Its address, and the application.
+    """
+    server = make_server(omni, settings, log_level="error")
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -54,10 +72,10 @@ def serving(omni: Omni, settings: ServerSettings | None = None) -> Iterator[Live
         while not server.started:
             assert thread.is_alive() and time.monotonic() < limit, "the server did not start"
             time.sleep(0.01)
-        yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", omni, server.config.app)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server.config.app
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(stops_within)
         stopped = not thread.is_alive()
         listener.close()
         omni.shutdown(timeout_s=10)

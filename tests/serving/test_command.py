@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from greenroom.cli import app
 from greenroom.demo import checkpoint_path
 from greenroom.serving import main
+from ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -33,10 +34,7 @@ from greenroom.serving import main
     ],
 )
 def test_wrong_words_are_refused_by_flag(emu: Any, words: list[str], told: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    line = ["serve", str(checkpoint_path()), "--omni", "--device", "emu", "--port", str(port), *words]
+    line = ["serve", str(checkpoint_path()), "--omni", "--device", "emu", "--port", str(free_port()), *words]
     run = CliRunner().invoke(app, line)
     assert run.exit_code == 2 and told in run.output, run.output
 

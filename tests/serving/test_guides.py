@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 from command_line import command
+from live_server import until
 from PIL import Image
-from test_http import until
 
 from greenroom import testing
 from greenroom.demo import checkpoint_path

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from live_server import STRATEGIES, Live, serving
+from live_server import STRATEGIES, Live, serving, until
 from PIL import Image
 
 from greenroom import Omni
@@ -36,13 +36,6 @@ def png(side: int = 32) -> bytes:
     out = io.BytesIO()
     Image.new("RGB", (side, side), (20, 90, 160)).save(out, "PNG")
     return out.getvalue()
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import pytest
-from live_server import STRATEGIES, Live, serving
+from live_server import STRATEGIES, Live, serving, until
 from PIL import Image
-from test_http import Blocked, png, until
+from test_http import Blocked, png
 
 from greenroom import Omni
 from greenroom.serving import ServerSettings
