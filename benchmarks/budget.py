@@ -6,7 +6,6 @@ python benchmarks/budget.py [--quick]
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 import greenroom.emulator  # noqa: F401 - registers the device
 from bench import offloaders as o
 from bench.clock import DEVICE, Bench, profile, start, virtual
-from bench.report import INK, Gate, Result, Table, mb, tidy
-from bench.subjects import Subject, flux2, quieten, sd35_medium, wan
+from bench.report import INK, Gate, Result, Table, main, mb, tidy
+from bench.subjects import Subject, flux2, sd35_medium, wan
 from residency import COST, FORWARDS, RATIOS, SHARES, WARM, block_bytes
 
 emu = torch.emu  # type: ignore[attr-defined]
@@ -194,9 +193,4 @@ def _draw(figure: Any, swept: dict[str, list[Point]]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quieten()
-    result = run(quick="--quick" in sys.argv)
-    print(result.markdown())
-    if "--quick" not in sys.argv:
-        result.write()
+    main(run)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +18,8 @@ from torch import nn
 import greenroom
 from bench.clock import DEVICE, start
 from bench.offloaders import LAYERWISE, Pipeline
-from bench.report import INK, Gate, Result, Table, mb, tidy
-from bench.subjects import nbytes, quieten, wan
+from bench.report import INK, Gate, Result, Table, main, mb, tidy
+from bench.subjects import nbytes, wan
 from greenroom.accelerator import Accelerator
 
 TIME_LIMIT = 1.3
@@ -186,9 +185,4 @@ def run(quick: bool = False) -> Result:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quieten()
-    result = run(quick="--quick" in sys.argv)
-    print(result.markdown())
-    if "--quick" not in sys.argv:
-        result.write()
+    main(run)

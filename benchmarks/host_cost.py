@@ -5,7 +5,6 @@ python benchmarks/host_cost.py [--quick]
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,8 +15,7 @@ from torch import nn
 import greenroom
 from bench.clock import DEVICE, emu, start
 from bench.offloaders import LAYERWISE, Pipeline
-from bench.report import INK, Gate, Result, Table, tidy
-from bench.subjects import quieten
+from bench.report import INK, Gate, Result, Table, main, tidy
 
 TENSORS = (10, 30, 60)
 BLOCKS = 24
@@ -210,9 +208,4 @@ def run(quick: bool = False) -> Result:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quieten()
-    result = run(quick="--quick" in sys.argv)
-    print(result.markdown())
-    if "--quick" not in sys.argv:
-        result.write()
+    main(run)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import time
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 
 from bench import offloaders as o
 from bench.clock import DEVICE, Bench, emu, start
-from bench.report import INK, Result, Table, mb, tidy, yes
-from bench.subjects import quieten, wan
+from bench.report import INK, Result, Table, main, mb, tidy, yes
+from bench.subjects import wan
 
 RATIO = 2.0
 
@@ -111,9 +110,4 @@ def _time(bench: Bench, latent: torch.Tensor, forwards: int) -> tuple[float, tor
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quieten()
-    result = run(quick="--quick" in sys.argv)
-    print(result.markdown())
-    if "--quick" not in sys.argv:
-        result.write()
+    main(run)

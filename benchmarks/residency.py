@@ -5,7 +5,6 @@ python benchmarks/residency.py [--quick]
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 
 from bench import offloaders as o
 from bench.clock import DEVICE, CostModel, Profile, Sample, measure, profile, start, virtual
-from bench.report import INK, Gate, Result, Table, mb, tidy
-from bench.subjects import Subject, flux2, quieten, sd35_medium, wan
+from bench.report import INK, Gate, Result, Table, main, mb, tidy
+from bench.subjects import Subject, flux2, sd35_medium, wan
 from greenroom.residency import Block, Residency, TransferCurve, choose
 
 COST = CostModel(flops=10e9, membw=400e9, launch=2e-6, kernel_latency=2e-6, copy_latency=10e-6)
@@ -278,9 +277,4 @@ def _draw(figure: Any, swept: dict[str, list[Point]], others: dict[str, dict[str
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quieten()
-    result = run(quick="--quick" in sys.argv)
-    print(result.markdown())
-    if "--quick" not in sys.argv:
-        result.write()
+    main(run)

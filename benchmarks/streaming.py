@@ -6,15 +6,14 @@ python benchmarks/streaming.py [--quick]
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import torch
 
 from bench import offloaders as o
 from bench.clock import CostModel, Sample, measure, profile, start
-from bench.report import INK, Gate, Result, Table, mb, tidy, yes
-from bench.subjects import quieten, wan
+from bench.report import INK, Gate, Result, Table, main, mb, tidy, yes
+from bench.subjects import wan
 
 COST = CostModel(flops=100e9, membw=400e9, launch=2e-6, kernel_latency=2e-6, copy_latency=10e-6)
 RATIOS = (0.5, 1.0, 2.0)
@@ -168,9 +167,4 @@ def run(quick: bool = False) -> Result:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    quieten()
-    result = run(quick="--quick" in sys.argv)
-    print(result.markdown())
-    if "--quick" not in sys.argv:
-        result.write()
+    main(run)

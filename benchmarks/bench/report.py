@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +114,21 @@ class Result:
         self.draw(figure)
         figure.savefig(folder / f"{self.name}.png", dpi=130)
         pyplot.close(figure)
+
+
+def main(run: Callable[..., Result]) -> None:
+    """Runs one benchmark as a script: prints its page, and writes it unless --quick is among the words."""
+    import torch
+
+    from .subjects import quieten
+
+    torch.set_num_threads(1)  # the models are small: more threads would wait for each other
+    quieten()
+    quick = "--quick" in sys.argv
+    result = run(quick=quick)
+    print(result.markdown())
+    if not quick:
+        result.write()
 
 
 def tidy(axes: Any) -> None:
