@@ -26,7 +26,7 @@ LEVELS = (
     ("discovery", "catalog"),
     ("host", "declare", "residency"),
     ("config", "accelerator", "emulator"),
-    ("memory", "frozen", "bounds"),
+    ("memory", "frozen", "bounds", "grain"),
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -52,17 +52,6 @@ def check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
             _real(name, value, *REAL[name])
 
 
-def grain_of(pipeline: Any) -> int:
-    """Pixels that height and width must be multiples of: a latent's pixels times a patch's latents."""
-    scale = getattr(pipeline, "vae_scale_factor_spatial", None) or getattr(pipeline, "vae_scale_factor", None) or 8
-    transformer = getattr(pipeline, "transformer", None)
-    if transformer is None:
-        return int(scale)
-    patch = getattr(getattr(transformer, "config", None), "patch_size", 2)
-    side = patch[-1] if isinstance(patch, list | tuple) else patch
-    return int(scale) * max(2, int(side) if isinstance(side, int) else 2)
-
-
 def _whole(name: str, value: Any, least: int, most: int | None) -> None:
     # A truth value is a number to Python and a mistake here. NumPy's numbers are numbers.
     good = isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -11,9 +11,10 @@ import torch
 
 from greenroom.accelerator import Accelerator, find_device
 from greenroom.api import offload
-from greenroom.bounds import check_numbers, grain_of
+from greenroom.bounds import check_numbers
 from greenroom.config import parse_config
 from greenroom.errors import ConfigError
+from greenroom.grain import grain_of
 from greenroom.handle import Report
 from greenroom.loading import check_dtype, load_checkpoint, recommended_call
 
@@ -106,7 +107,7 @@ def generate_image(
     pipe = load_checkpoint(str(model), dtype=dtype).pipeline
     accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
     call = request.call_arguments(accepted, recommended_call(model))
-    check_numbers(request.words(), grain_of(pipe))
+    check_numbers(request.words(), grain_of(pipe, call))
     if not wanted:
         return pipe.to(place)(**call).images[0], None
     handle = offload(pipe, parsed, device=place)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from greenroom.bounds import grain_of
 from greenroom.engine.variants import takes
 from greenroom.frozen import FrozenDict
+from greenroom.grain import grain_of
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ModelFacts:
 
     Attributes:
         pipeline: the name of its class.
-        grain: height and width must be multiples of this many pixels.
+        grain: height and width must be multiples of this many pixels, as `grain_of` tells it without arguments.
         makes_videos: whether it makes videos rather than pictures.
         recommended: call arguments that the checkpoint recommends.
         defaults: whole numbers that the pipeline's call assumes for what nobody says.

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from greenroom.bounds import check_numbers, grain_of
+from greenroom.bounds import check_numbers
 from greenroom.engine.errors import RequestRefused
 from greenroom.errors import ConfigError
+from greenroom.grain import grain_of
 
 # What the engine fills in itself; not for callers.
 _OURS = frozenset(
@@ -29,7 +30,7 @@ class OmniDiffusionSamplingParams:
     """Parameters of one generation. None leaves the choice to the checkpoint, then to the pipeline.
 
     Args:
-        height, width: pixels, multiples of what the model's latents and patches stand for.
+        height, width: pixels; for most pipelines multiples of what the model's latents and patches stand for.
         num_frames: frames of a video.
         num_inference_steps: denoising steps.
         guidance_scale, guidance_scale_2, true_cfg_scale, strength: as the pipeline understands them.
@@ -136,7 +137,7 @@ def call_arguments(
     for name, value in inputs.items():
         if value is not None:
             wishes[name] = value
-    _check_numbers(wishes, grain_of(pipeline))
+    _check_numbers(wishes, grain_of(pipeline, {**recommended, **wishes}))
     arguments = {k: v for k, v in recommended.items() if k in accepted and k not in _OURS}
     for name, value in wishes.items():
         if name == "output_type" and name not in accepted:
