@@ -173,7 +173,7 @@ def _resolve_all(pipelines: list[Any], config: OffloadConfig) -> ResolvedPlan:
 def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, ranks: Ranks | None) -> Runtime:
     # In a group of one rank there is nobody to share with, and the distributed strategy is the layerwise one.
     shared = None if ranks is None else sharing.Sharing(ranks, config, plan)
-    if config.memory_budget is not None or config.strategy is Strategy.AUTO:
+    if config.keeps_budget:
         return auto.enable(accelerator, config, plan, shared)
     if config.strategy is Strategy.MODEL_LEVEL:
         return model_level.enable(accelerator, config, plan)

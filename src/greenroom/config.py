@@ -158,9 +158,22 @@ class OffloadConfig:
             return Strategy.DISTRIBUTED_LAYERWISE
         return Strategy.LAYERWISE
 
+    @property
+    def keeps_budget(self) -> bool:
+        """Whether a budget is kept: the one that was given, or with mode "auto" what is free."""
+        return self.memory_budget is not None or self.mode == "auto"
+
     def options_of(self, component: str) -> LayerOptions:
         """The layer options of one component, the defaults where none were given."""
         return self.layer_options.get(component, LayerOptions())
+
+    def with_budget(self, memory_budget: int | float | str | Memory | None) -> OffloadConfig:
+        """The same with another memory budget.
+
+        Raises:
+            ConfigError: not an amount of memory.
+        """
+        return OffloadConfig(**{**self.to_mapping(), "memory_budget": memory_budget})
 
     def to_mapping(self) -> dict[str, Any]:
         """The compact JSON-ready mapping that parses back to an equal config; defaults are left out."""
@@ -260,7 +273,7 @@ def parse_config(
         return parsed
     if parsed.memory_budget is not None:
         raise ConfigError("memory", memory, f"nothing beside a config whose memory_budget is {parsed.memory_budget}")
-    return _from_mapping({**parsed.to_mapping(), "memory_budget": budget})
+    return parsed.with_budget(budget)
 
 
 _FLAG_STRATEGIES = {

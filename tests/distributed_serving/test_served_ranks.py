@@ -206,6 +206,22 @@ def test_a_rank_that_is_killed_while_idle_turns_health_red_and_can_be_replaced(s
 
 
 @pytest.mark.slow
+def test_a_rank_that_dies_asleep_comes_back_asleep_with_the_budget_in_force(served: Served, expected: Any) -> None:
+    served.omni.set_memory("5MiB")
+    served.omni.sleep()
+    os.kill(served.pids()[1], signal.SIGKILL)
+    until(lambda: not served.omni.status.alive)
+    with served.client() as client:
+        assert client.post("/v1/restart").json() == {"status": "ok"}
+        assert client.get("/health").json()["status"] == "asleep"
+        assert all(f.allocated < SMALL for f in served.omni.figures())
+        assert client.post("/v1/wake").status_code == 200
+    assert [f.report.budget for f in served.omni.figures() if f.report is not None] == [5 * 2**20] * 2
+    posts = [served.post() for _ in range(3)]
+    assert all(np.array_equal(drawn(p.answer), expected(7)) for p in posts)
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_serves_fails_its_request_alone(
     served: Served, faults: Faults, expected: Any
 ) -> None:

@@ -5,15 +5,28 @@ from __future__ import annotations
 import contextlib
 import threading
 from multiprocessing import Pipe
+from typing import Any
 
+import pytest
+
+from greenroom import ConfigError
+from greenroom.config import OffloadConfig
 from greenroom.engine import Figures, OmniRanks
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.ranks.launch import Launched
-from greenroom.engine.ranks.wire import Ready, Stop, Wire
+from greenroom.engine.ranks.wire import Answer, Ask, Begin, Ready, Stop, Wire
+
+LAYER = {"mode": "layer", "components": ["dit"]}
 
 
 class Threads:
-    """Launches ranks that say they are ready once `loaded` is set."""
+    """Launches ranks that say they are ready once `loaded` is set, and do what they are asked without a word.
+
+    Attributes:
+        begins: what each rank was told first, in the order of the starts.
+        asked: (rank, what, words) of each question.
+        refuses: ranks that do not accept a budget.
+    """
 
     restartable = True
 
@@ -21,6 +34,9 @@ class Threads:
         self.loaded = threading.Event()
         self.wires: list[Wire] = []
         self.begun = threading.Semaphore(0)
+        self.begins: list[Begin] = []
+        self.asked: list[tuple[int, str, Any]] = []
+        self.refuses: set[int] = set()
 
     def begin(self) -> None:
         self.wires = []
@@ -34,7 +50,7 @@ class Threads:
 
     def _serve(self, wire: Wire, rank: int) -> None:
         try:
-            wire.receive()
+            self.begins.append(wire.receive())
             self.begun.release()
             self.loaded.wait()
             device = f"place:{rank}"
@@ -42,10 +58,24 @@ class Threads:
             figures = Figures(rank=None, device=device, alive=True)
             wire.send(Ready("a model", facts, frozenset({"image"}), device, None, False, figures))
             with contextlib.suppress(EOFError):
-                while not isinstance(wire.receive(), Stop):
-                    pass
+                while not isinstance(message := wire.receive(), Stop):
+                    if isinstance(message, Ask):
+                        wire.send(Answer(message.number, None, self._do(rank, message)))
         finally:
             wire.cut()
+
+    def _do(self, rank: int, ask: Ask) -> Exception | None:
+        self.asked.append((rank, ask.what, ask.words))
+        if ask.what == "set_memory" and rank in self.refuses:
+            return ConfigError("memory_budget", ask.words["memory_budget"], "more")
+        return None
+
+
+def lose(omni: OmniRanks, ranks: Threads, rank: int) -> None:
+    ranks.wires[rank].cut()
+    lost = threading.Event()
+    while omni.status.ranks[rank].alive:
+        lost.wait(0.01)
 
 
 def test_what_ranks_have_said_of_the_model_is_known_while_they_start_anew() -> None:
@@ -55,10 +85,7 @@ def test_what_ranks_have_said_of_the_model_is_known_while_they_start_anew() -> N
         for _ in range(2):
             ranks.begun.acquire()
         ranks.loaded.clear()
-        lost = threading.Event()
-        ranks.wires[1].cut()
-        while all(rank.alive for rank in omni.status.ranks):
-            lost.wait(0.01)
+        lose(omni, ranks, 1)
         renewing = threading.Thread(target=omni.restart)
         renewing.start()
         for _ in range(2):
@@ -69,3 +96,35 @@ def test_what_ranks_have_said_of_the_model_is_known_while_they_start_anew() -> N
         ranks.loaded.set()
         renewing.join(30)
         assert not renewing.is_alive() and omni.status.alive
+
+
+def test_a_rank_that_is_started_anew_begins_with_the_budget_in_force_even_where_all_sleep() -> None:
+    ranks = Threads()
+    ranks.loaded.set()
+    words = {"diffusion_offload_config": LAYER, "memory_budget": "6MiB"}
+    with OmniRanks("a model", data_parallel_size=2, device="cpu", launcher=ranks, **words) as omni:
+        assert omni.config == OffloadConfig(**LAYER, memory_budget="6MiB")
+        omni.set_memory("5MiB")
+        assert omni.config == OffloadConfig(**LAYER, memory_budget="5MiB")
+        omni.sleep()
+        lose(omni, ranks, 1)
+        ranks.asked.clear()
+        omni.restart()
+        assert ranks.begins[-1].words["diffusion_offload_config"] == omni.config
+        # One that sleeps would refuse any other question.
+        assert {what for _, what, _ in ranks.asked} == {"sleep"}
+        assert omni.status.alive and omni.status.asleep
+
+
+def test_ranks_that_took_a_budget_which_another_refused_go_back_to_none() -> None:
+    ranks = Threads()
+    ranks.loaded.set()
+    with OmniRanks(
+        "a model", data_parallel_size=2, device="cpu", launcher=ranks, diffusion_offload_config=LAYER
+    ) as omni:
+        ranks.refuses = {1}
+        with pytest.raises(ConfigError, match="5MiB"):
+            omni.set_memory("5MiB")
+        assert omni.config == OffloadConfig(**LAYER)
+        restored = {rank: words["config"] for rank, what, words in ranks.asked if what == "restore"}
+        assert restored == {0: omni.config, 1: omni.config}

@@ -377,6 +377,7 @@ def test_another_budget_gives_the_same_bits(emu: Any, never_offloaded: Any, stra
     if "memory_budget" in words:
         words["memory_budget"] += base
     with Omni(checkpoint_path(), device="emu", **words) as engine:
+        first, first_budget = engine.config, engine.report().budget
         for budget in (base + 9_000_000, base + 7_500_000, base + 16_000_000):
             report = engine.set_memory(budget)
             assert report is not None and report.budget == engine.live()["budget"] == budget
@@ -388,6 +389,9 @@ def test_another_budget_gives_the_same_bits(emu: Any, never_offloaded: Any, stra
         with pytest.raises(ConfigError, match="memory_budget"):
             engine.set_memory("much")
         assert engine.report().budget == base + 16_000_000
+        assert np.array_equal(_drawn(engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), drawn)
+        engine.restore(first)
+        assert engine.config == first and engine.report().budget == first_budget
         assert np.array_equal(_drawn(engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), drawn)
 
 

@@ -31,7 +31,8 @@ from greenroom.handle import Handle, Report
 from greenroom.loading import LoadReport, check_dtype, load_checkpoint
 from greenroom.memory import Memory
 
-_LOADING = ("variant", "revision", "local_files_only", "trust_remote_code")
+LOADING = ("variant", "revision", "local_files_only", "trust_remote_code")
+"""Words of an engine that say how to load."""
 _INPUTS = ("prompt", "negative_prompt", "image", "mask_image", "last_image", "video")
 
 
@@ -288,33 +289,17 @@ class Omni:
             ConfigError: not an amount of memory, or a pipeline that is not offloaded.
             GreenroomError: nothing fits into it; the budget in force stays.
         """
-        budget = Memory.parse(memory_budget, "memory_budget")
-        if self._config is None:
-            raise ConfigError("memory_budget", memory_budget, "nothing: this pipeline is not offloaded")
-        config = self._config
-        renewed = OffloadConfig(
-            mode=config.mode,
-            components=config.components if config.components_explicit else None,
-            layer_options=config.layer_options,
-            pin_memory=config.pin_memory,
-            memory_budget=budget,
-            distributed=config.distributed,
-            pin_failure_policy=config.pin_failure_policy,
-            chunk_size=config.chunk_size,
-        )
-
-        def change() -> Report | None:
-            if self._asleep or self._handle is None:
-                raise OffloadError("the engine sleeps; wake it first")
-            if config.memory_budget is not None or config.mode == "auto":
-                self._handle.set_memory(memory_budget)  # blocks move out or in, nothing is loaded anew
-            else:
-                self._place(renewed)
-            self._config = renewed
-            return self.report()
-
-        report: Report | None = self._worker.order(change).result()
+        renewed = with_budget(self._config, memory_budget)
+        report: Report | None = self._worker.order(lambda: self._change_to(renewed)).result()
         return report
+
+    def restore(self, config: OffloadConfig) -> None:
+        """Goes back to a configuration that was in force before `set_memory`; nothing to do where it is still.
+
+        Raises:
+            GreenroomError: as `set_memory`.
+        """
+        self._worker.order(lambda: None if config == self._config else self._change_to(config)).result()
 
     def sleep(self) -> None:
         """Frees the device after the running request; the weights keep their values on the host.
@@ -411,6 +396,19 @@ class Omni:
                 raise
         self._look()
 
+    def _change_to(self, config: OffloadConfig) -> Report | None:
+        """From the configuration in force to one that differs in its budget."""
+        if self._asleep or self._handle is None:
+            raise OffloadError("the engine sleeps; wake it first")
+        budget = config.memory_budget
+        if self._config is not None and self._config.keeps_budget and config.keeps_budget:
+            # Blocks move out or in, nothing is loaded anew.
+            self._handle.set_memory(budget.to_word() if budget is not None else None)
+        else:
+            self._place(config)
+        self._config = config
+        return self.report()
+
     def _look(self) -> None:
         if self._view is not None:
             self._view.remove()
@@ -487,12 +485,24 @@ def configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
         TypeError: a word is neither for offloading nor for loading.
     """
     config, budget = words.get("diffusion_offload_config"), words.get("memory_budget")
-    flags = {k: v for k, v in words.items() if k not in ("diffusion_offload_config", "memory_budget", *_LOADING)}
+    flags = {k: v for k, v in words.items() if k not in ("diffusion_offload_config", "memory_budget", *LOADING)}
     if budget is not None:
         Memory.parse(budget, "memory_budget")  # which calls it `memory`
     parsed = parse_config(config, memory=budget, **flags)
     said = config is not None or budget is not None
     return parsed if said or any(v for k, v in flags.items() if k.startswith("enable_")) else None
+
+
+def with_budget(config: OffloadConfig | None, memory_budget: int | float | str) -> OffloadConfig:
+    """The configuration of an engine with another budget.
+
+    Raises:
+        ConfigError: not an amount of memory, or there is nothing that is offloaded.
+    """
+    budget = Memory.parse(memory_budget, "memory_budget")
+    if config is None:
+        raise ConfigError("memory_budget", memory_budget, "nothing: this pipeline is not offloaded")
+    return config.with_budget(budget)
 
 
 def prompt_inputs(prompt: str | Mapping[str, Any], limits: MediaLimits | None = None) -> dict[str, Any]:
@@ -526,4 +536,13 @@ def _read(value: Any, field: str, limits: MediaLimits | None) -> Any:
     return read_image(value, limits, field)
 
 
-__all__ = ["EngineStatus", "Omni", "RankStatus", "configuration", "generate_each", "prompt_inputs"]
+__all__ = [
+    "LOADING",
+    "EngineStatus",
+    "Omni",
+    "RankStatus",
+    "configuration",
+    "generate_each",
+    "prompt_inputs",
+    "with_budget",
+]

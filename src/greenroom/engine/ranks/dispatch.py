@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,10 +52,11 @@ _LEAVING = 5.0
 
 @dataclass
 class _Order:
-    """Something that all ranks do when no request runs."""
+    """Something that all ranks do when no request runs; `then` is called, on the front's thread, when all have."""
 
     what: str
     words: Mapping[str, Any]
+    then: Callable[[], None]
     future: Future[list[Any]]
     asked: dict[int, Future[Any]] | None = None
 
@@ -128,8 +129,8 @@ class Dispatch:
         self._inbox.put(None)
         return future
 
-    def _order(self, what: str, **words: Any) -> Future[list[Any]]:
-        order = _Order(what, words, Future())
+    def _order(self, what: str, then: Callable[[], None] = lambda: None, **words: Any) -> Future[list[Any]]:
+        order = _Order(what, words, then, Future())
         with self._lock:
             if self._closed:
                 raise WorkerDied("the engine was shut down")
@@ -345,9 +346,9 @@ class Dispatch:
         if errors or not order.asked:
             order.future.set_exception(errors[0] if errors else WorkerDied(f"no rank is left ({self._cause()})"))
         else:
-            # Here and not where it was asked for: until then, a rank that sleeps could be given a request.
-            if order.what in ("sleep", "wake"):
-                self._asleep = order.what == "sleep"
+            # Here and not where it was asked for: until then, a rank that sleeps could be given a request, and one that
+            # starts could be told what is in force no more.
+            order.then()
             order.future.set_result([future.result() for future in order.asked.values()])
 
     def _hand_out(self) -> None:

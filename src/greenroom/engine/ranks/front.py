@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from greenroom.engine.errors import QueueFull, WorkerDied
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
-from greenroom.engine.omni import EngineStatus, RankStatus, configuration, generate_each
+from greenroom.engine.omni import LOADING, EngineStatus, RankStatus, configuration, generate_each, with_budget
 from greenroom.engine.ranks.dispatch import Dispatch
 from greenroom.engine.ranks.launch import Launcher, Processes
 from greenroom.engine.ranks.link import GONE, READY, Link
@@ -28,7 +29,6 @@ from greenroom.engine.sampling import OmniDiffusionSamplingParams
 from greenroom.errors import ConfigError, NotSupportedError
 from greenroom.handle import Report
 from greenroom.loading import LoadReport, check_dtype
-from greenroom.memory import Memory
 from greenroom.strategies.sharing import wanted
 
 # Seconds that a figure may take; one that takes longer is told as it was.
@@ -96,11 +96,11 @@ class OmniRanks(Dispatch):
             launcher = Processes(devices)
         else:
             devices = [device] * (data_parallel_size * usp)  # each finds its own
-        words = {**words, "dtype": dtype, "usp": usp}
-        begins = [Begin(os.fspath(model), {**words, "device": each}) for each in devices]
+        loading = {name: words[name] for name in LOADING if name in words}
+        common = {**loading, "dtype": dtype, "usp": usp, "diffusion_offload_config": self._config}
+        begins = [Begin(os.fspath(model), {**common, "device": each}) for each in devices]
         # Ranks that share anything at all have to start together.
         self._grouped = usp > 1 or (self._config is not None and wanted(self._config))
-        self._budget: int | float | str | None = None
         self.max_queue = max_queue
         super().__init__(begins, launcher, usp, rank_timeout)
         try:
@@ -230,27 +230,23 @@ class OmniRanks(Dispatch):
         Raises:
             ConfigError, GreenroomError, ValueError: as `Omni.set_memory`; ranks that had taken it go back.
         """
-        Memory.parse(memory_budget, "memory_budget")
-        if self._config is None:
-            raise ConfigError("memory_budget", memory_budget, "nothing: this pipeline is not offloaded")
-        before = self._budget if self._budget is not None else self._config.memory_budget
+        before = self._config
+        renewed = with_budget(before, memory_budget)
         try:
-            reports = self._order("set_memory", memory_budget=memory_budget).result()
+            reports = self._order("set_memory", lambda: self._use(renewed), memory_budget=memory_budget).result()
         except Exception:
-            if before is not None:
-                word = before.to_word() if isinstance(before, Memory) else before
-                self._order("set_memory", memory_budget=word).exception()
+            with contextlib.suppress(WorkerDied):  # all are gone, or will be: nothing is in force any more
+                self._order("restore", config=before).exception()
             raise
-        self._budget = memory_budget
         return next((r for r in reports if r is not None), None)
 
     def sleep(self) -> None:
         """Frees the devices after the running requests; requests that come meanwhile wait for `wake`."""
-        self._order("sleep").result()
+        self._order("sleep", lambda: self._note_asleep(True)).result()
 
     def wake(self) -> None:
         """Brings back what `sleep` freed; the next request gives the same bits as before."""
-        self._order("wake").result()
+        self._order("wake", lambda: self._note_asleep(False)).result()
 
     def restart(self) -> None:
         """Starts ranks in place of dead ones. Where the ranks share weights, all of them, once none serves.
@@ -267,10 +263,8 @@ class OmniRanks(Dispatch):
         if not dead:
             return
         self._start(range(len(self._begins)) if self._grouped else dead).result()
-        if self._budget is not None:
-            self._order("set_memory", memory_budget=self._budget).result()
         if self._asleep:
-            self._order("sleep").result()
+            self.sleep()
 
     def shutdown(self, timeout_s: float | None = None, *, cancel: bool = True) -> bool:
         """Ends all ranks; True if they ended in time, by themselves. Harmless when done already.
@@ -302,6 +296,14 @@ class OmniRanks(Dispatch):
         self.shutdown()
 
     # ------------------------------------------------------------------ small things
+
+    def _use(self, config: OffloadConfig) -> None:
+        """Notes what is in force: ranks that are started anew begin with it."""
+        self._config = config
+        self._begins = [replace(b, words={**b.words, "diffusion_offload_config": config}) for b in self._begins]
+
+    def _note_asleep(self, asleep: bool) -> None:
+        self._asleep = asleep
 
     def _told(self) -> Ready:
         return next(ready for _, ready in sorted(self._ready.items()))

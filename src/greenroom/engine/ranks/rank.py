@@ -39,7 +39,7 @@ from greenroom.engine.ranks.wire import (
 _FLUSH = 10.0
 # What the front may ask for: those that only look, and those that change something and take their time.
 _LOOKING = ("figures", "live")
-_CHANGING = ("set_memory", "sleep", "wake")
+_CHANGING = ("set_memory", "restore", "sleep", "wake")
 _PR_SET_PDEATHSIG = 1
 
 
