@@ -42,23 +42,19 @@ class Estimate:
         return int(self.nbytes * (1 + self.uncertainty)) + 1
 
 
-def estimate_activations(module: nn.Module, *args: Any, **kwargs: Any) -> Estimate:
-    """The activations of `module.forward(*args, **kwargs)`, from the shapes of its inputs alone.
-
-    Args:
-        module: a component whose tensors are on one device.
-        *args, **kwargs: what its forward takes; values are not looked at, shapes and dtypes are.
-
-    Raises:
-        RuntimeError: its forward looks at values, so that it cannot be run without them.
-    """
-    return estimate_call(module, type(module).forward, args, kwargs)
-
-
 def estimate_call(
     module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Estimate:
-    """The same for any method of a module. Inputs are taken to be on the CPU, as the weights must be."""
+    """The activations of `method(module, *args, **kwargs)`, from the shapes of its inputs alone.
+
+    Args:
+        module: a component whose weights are on the CPU.
+        method: a function of its class.
+        args, kwargs: what the method takes; values are not looked at, shapes and dtypes are.
+
+    Raises:
+        RuntimeError: the method looks at values, so that it cannot be run without them.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(value: Any) -> Any:

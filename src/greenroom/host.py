@@ -186,7 +186,6 @@ class HostUnit:
         self._places: list[_Place] = []
         self._groups: list[tuple[int, int, list[int]]] = []  # offset, span, indices of the members
         offset = 0
-        self.weight_bytes = 0
         for group in groups:
             base = min(extent(t)[0] for t in group)
             span = max(extent(t)[1] for t in group) - base
@@ -204,7 +203,6 @@ class HostUnit:
                     )
                 )
             self._groups.append((offset, span, list(range(first, len(self.tensors)))))
-            self.weight_bytes += span
             offset += -(-span // ALIGNMENT) * ALIGNMENT
         self.nbytes = -(-offset // GRANULARITY) * GRANULARITY
         """Size of the slab in bytes, the padding between tensors included."""

@@ -49,7 +49,6 @@ class Component:
         group: components of one group may be on the device together when others are not.
         blocks: its blocks in execution order; empty where none are known.
         nbytes: bytes of all its parameters and buffers, shared ones once.
-        rest_bytes: the bytes outside its blocks.
         hold: entry points, beside forward, for whose whole duration the component stays on the device.
         declared_by: where role and blocks come from: "plan", "lists", "class", "catalog" or "discovery".
         wrapper: what the pipeline holds instead of the module, where that is what `torch.compile(module)` returned.
@@ -62,7 +61,6 @@ class Component:
     group: str
     blocks: tuple[Block, ...]
     nbytes: int
-    rest_bytes: int
     hold: tuple[str, ...]
     declared_by: str
     wrapper: Any = None
@@ -81,9 +79,6 @@ class ResolvedPlan:
     strategy: Strategy
     components: tuple[Component, ...]
     shared: tuple[torch.Tensor, ...]
-
-    def of_role(self, *roles: str) -> tuple[Component, ...]:
-        return tuple(c for c in self.components if c.role in roles)
 
 
 def resolve(pipeline: Any, config: OffloadConfig) -> ResolvedPlan:
@@ -138,7 +133,6 @@ def resolve(pipeline: Any, config: OffloadConfig) -> ResolvedPlan:
                 group=_group(name, role),
                 blocks=blocks,
                 nbytes=nbytes,
-                rest_bytes=nbytes - unique_bytes(t for b in blocks for t in module_tensors(b.module)),
                 hold=tuple(declaration.hold) if declaration else (),
                 declared_by=declared_by,
                 wrapper=None if (held := _held(pipeline, name)) is module else held,

@@ -95,7 +95,6 @@ class Gatherer:
         self.tracks: list[Track] = []
         self.issued = 0
         """Gathers begun so far; equal on every rank at the end of a pass."""
-        self.gathered_bytes = 0
         self._every: dict[Track, list[_Piece]] = {}
         self._rows: dict[Track, list[_Piece]] = {}  # without the blocks that stay on the device
         self._resident: dict[Track, frozenset[int]] = {}
@@ -349,7 +348,6 @@ class Gatherer:
             except RuntimeError as error:
                 raise RanksError(f"a gather failed: {in_short(error)}") from error
             slot.ready.record(self.stream)
-        self.gathered_bytes += whole.nbytes
         slot.filled, slot.used, slot.passed = True, False, False
         slot.piece, slot.item = piece, self.issued
 

@@ -221,23 +221,9 @@ class Omni:
         return self._accelerator.device
 
     @property
-    def accelerator(self) -> Accelerator:
-        return self._accelerator
-
-    @property
     def config(self) -> OffloadConfig | None:
         """The configuration in force, or None where nothing is offloaded."""
         return self._config
-
-    @property
-    def recommended(self) -> dict[str, Any]:
-        """Call arguments that the checkpoint recommends."""
-        return dict(self._recommended)
-
-    @property
-    def makes_videos(self) -> bool:
-        """Whether the pipeline makes videos rather than pictures."""
-        return self.facts.makes_videos
 
     def can_take(self, name: str) -> bool:
         """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""

@@ -152,10 +152,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was weighed: its name, the least bytes it needs, and its predicted call time if it fits."""
+    """A plan that was weighed: its name, and its predicted call time in seconds if it fits."""
 
     label: str
-    needs_bytes: int
     call_s: float | None
 
 
@@ -246,9 +245,7 @@ def plan_call(model: PipelineModel, budget_bytes: int, curve: TransferCurve) -> 
     winner = min(_tying(fitting), key=_Weighed.order)
     plan = winner.plan
     assert plan is not None  # whatever ties was filled
-    alternatives = tuple(
-        Alternative(w.draft.label, w.needs, w.plan.call_s if w.plan is not None else None) for w in weighed
-    )
+    alternatives = tuple(Alternative(w.draft.label, w.plan.call_s if w.plan is not None else None) for w in weighed)
     return Plan(
         components=plan.components,
         phases=plan.phases,
