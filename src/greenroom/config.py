@@ -90,7 +90,8 @@ class OffloadConfig:
         distributed: whether the distributed machinery (a fixed two-block buffer) is used even where no layer
             option asks for it.
         pin_failure_policy: when a block cannot be pinned: "fail", or leave that whole block unpinned.
-        chunk_size: bytes of one piece of a chunked copy and gather, or None for whole blocks.
+        chunk_size: bytes of one piece of a copy and gather, or None. Changes nothing, which is told once: a rank's
+            share of a block is the piece that is copied while another is gathered.
 
     Raises:
         ConfigError: naming the field, the value given and what is accepted.
@@ -231,8 +232,7 @@ def parse_config(
         dlo_resident_layers: legacy distributed option; DiT blocks that stay on the device.
         dlo_pin_budget_gb: legacy distributed option; the most host memory to pin, in GB of 10**9 bytes.
         dlo_pin_failure_policy: legacy distributed option; "fail" or "whole_block_fallback".
-        dlo_chunk_size_mb: legacy distributed option; size of one chunk in MB of 10**6 bytes, None for whole
-            blocks.
+        dlo_chunk_size_mb: legacy distributed option; `chunk_size` in MB of 10**6 bytes, which changes nothing.
 
     Raises:
         ConfigError: for any word that is not accepted, a legacy flag that contradicts the config, or a

@@ -89,6 +89,11 @@ def resolve(pipeline: Any, config: OffloadConfig) -> ResolvedPlan:
             device, or another library's offloading is active.
         NotSupportedError: the combination is understood and not built.
     """
+    if config.chunk_size is not None:
+        _warn_once(
+            f"chunk_size (dlo_chunk_size_mb) = {config.chunk_size} bytes is accepted and changes nothing: a rank's share "
+            "of a block is copied while another is gathered"
+        )
     plan = plan_of(pipeline)
     modules = _modules(pipeline, plan)
     if not modules:

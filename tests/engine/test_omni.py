@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -393,6 +394,16 @@ def test_another_budget_gives_the_same_bits(emu: Any, never_offloaded: Any, stra
         engine.restore(first)
         assert engine.config == first and engine.report().budget == first_budget
         assert np.array_equal(_drawn(engine.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), drawn)
+
+
+def test_the_size_of_a_piece_is_accepted_and_told_once_to_change_nothing(emu: Any) -> None:
+    pipe = testing.build_pipeline("qwen_image")
+    words = {"enable_distributed_layerwise_offload": True, "dlo_chunk_size_mb": 3, "device": "emu"}
+    with pytest.warns(UserWarning, match=r"dlo_chunk_size_mb.* = 3000000 bytes .*changes nothing"):
+        greenroom.offload(pipe, **words).disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        greenroom.offload(pipe, **words).disable()
 
 
 def test_what_is_not_offloaded_has_no_budget(emu: Any) -> None:
