@@ -197,9 +197,7 @@ def serve(
     dlo_resident_layers: Annotated[int, typer.Option(min=0, help="DiT blocks that stay on the device.")] = 0,
     dlo_pin_budget_gb: Annotated[float | None, typer.Option(help="Most host memory to lock, in GB.")] = None,
     dlo_pin_failure_policy: Annotated[str, typer.Option(help="fail or whole_block_fallback.")] = "fail",
-    dlo_chunk_size_mb: Annotated[
-        int | None, typer.Option(min=1, help="Accepted; pieces are the ranks' shares, whatever is said.")
-    ] = None,
+    dlo_chunk_size_mb: Annotated[int | None, typer.Option(min=1, help="Accepted; changes nothing.")] = None,
     data_parallel_size: Annotated[
         int, typer.Option(min=1, help="Ranks: processes with a device each, which serve different requests.")
     ] = 1,

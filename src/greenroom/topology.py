@@ -91,8 +91,8 @@ def resolve(pipeline: Any, config: OffloadConfig) -> ResolvedPlan:
     """
     if config.chunk_size is not None:
         _warn_once(
-            f"chunk_size (dlo_chunk_size_mb) = {config.chunk_size} bytes is accepted and changes nothing: a rank's share "
-            "of a block is copied while another is gathered"
+            f"chunk_size (dlo_chunk_size_mb) = {config.chunk_size} bytes is accepted and changes nothing: a rank's "
+            "share of a block is copied while another is gathered"
         )
     plan = plan_of(pipeline)
     modules = _modules(pipeline, plan)
