@@ -504,6 +504,24 @@ def one_alone() -> Any:
     return {"passes": conductor.passes, "joined": conductor.joined}
 
 
+def come_and_go() -> Any:
+    """Gloo's threads and the open files of this process after each of a row of offloads that were disabled."""
+    connect()
+    pipe = toys.Pipeline()
+    expected = pipe(seed=RANK)
+    seen = []
+    for words in (*["allgather encoders", "mixed", "rank-local"] * 2, "auto"):
+        handle = greenroom.offload(pipe, WORDS.get(words, layer("auto")), device=DEVICE)
+        assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+        conductor = handle._runtime().sharing.conductor
+        handle.disable()
+        while conductor is not None and not conductor.wait(0.1):
+            pass
+        threads = [name.read_text() for name in Path("/proc/self/task").glob("*/comm")]
+        seen.append([threads.count("pt_gloo_runloop\n"), len(os.listdir("/proc/self/fd"))])
+    return seen
+
+
 class Wide(nn.Module):
     """Blocks of a mebibyte or so, of two sizes, neither divisible by the number of ranks."""
 

@@ -32,6 +32,13 @@ def test_an_offload_that_outlives_its_process_group(emu_module: ModuleType, tmp_
     launch.run(SCRIPT, 2, "forgets_to_disable", folder=tmp_path)
 
 
+def test_groups_end_with_their_offload(emu_module: ModuleType, tmp_path: Path) -> None:
+    for seen in launch.run(SCRIPT, 2, "come_and_go", folder=tmp_path):
+        threads, files = zip(*seen, strict=True)
+        assert set(threads) == {threads[0]}
+        assert max(files) <= files[0] + 2  # six pairs of groups would be dozens
+
+
 def test_an_order_that_differs_from_the_declared_one(emu_module: ModuleType, tmp_path: Path) -> None:
     first, second = launch.run(SCRIPT, 2, "another_order", folder=tmp_path)
     assert first[0] > 0 and len(set(first)) == 1

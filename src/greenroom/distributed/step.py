@@ -20,6 +20,7 @@ Note [Ranks that compute together]
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import threading
 import time
@@ -47,14 +48,29 @@ _NOTHING = -1
 _WANT, _WAITED, _LEAVING, _ISSUED, _ORDER, _NEED, _LIMIT = range(7)
 
 
-def new_groups(ranks: Ranks) -> tuple[Any, Any]:
-    """Groups of the same ranks, for votes (on the host) and for gathers (on the device), each for nothing else."""
-    members = dist.get_process_group_ranks(ranks.group)
-    limit = timedelta(seconds=ranks.timeout)
-    apart = len(members) < dist.get_world_size()
-    votes = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=apart)
-    gathers = dist.new_group(members, timeout=limit, use_local_synchronization=apart)
-    return votes, gathers
+class Groups:
+    """Two process groups of the same ranks, for votes (on the host) and for gathers (on the device), each for nothing
+    else. All ranks make them at the same time.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        members = dist.get_process_group_ranks(ranks.group)
+        limit = timedelta(seconds=ranks.timeout)
+        apart = len(members) < dist.get_world_size()
+        self.votes: Any = dist.new_group(members, timeout=limit, backend="gloo", use_local_synchronization=apart)
+        self.gathers: Any = dist.new_group(members, timeout=limit, use_local_synchronization=apart)
+
+    def let_go(self) -> None:
+        """Forgets them; whoever destroys all process groups destroys them too."""
+        self.votes = self.gathers = None
+
+    def close(self) -> None:
+        """Ends them on this rank, with their threads, sockets and device memory; when nothing is under way in them."""
+        for group in (self.votes, self.gathers):
+            if group is not None:
+                with contextlib.suppress(ValueError):  # destroyed already, with all others
+                    dist.destroy_process_group(group)
+        self.let_go()
 
 
 class Budget(Protocol):
@@ -73,7 +89,7 @@ class Conductor:
 
     Args:
         ranks: all of them make one at the same time.
-        votes: the process group to vote in; nothing else may use it.
+        groups: what to vote and gather in; ended when all ranks have left.
         gatherer: what runs the passes; it has its slots.
         together: for the index of a component, the sets of ranks that compute it together.
         budget: what may stay on the device, where a memory budget says.
@@ -82,7 +98,7 @@ class Conductor:
     def __init__(
         self,
         ranks: Ranks,
-        votes: Any,
+        groups: Groups,
         gatherer: Gatherer,
         together: Mapping[int, Sequence[Sequence[int]]] | None = None,
         budget: Budget | None = None,
@@ -92,7 +108,8 @@ class Conductor:
         self.broken: str | None = None
         self.passes = 0
         self.joined = 0
-        self._votes = votes
+        self._groups = groups
+        gatherer.group = groups.gathers
         self._budget = budget
         self._together = dict(together or {})
         self._changed = threading.Condition()
@@ -106,9 +123,9 @@ class Conductor:
         self._then: Callable[[], None] | None = None
         self._soon = time.monotonic() + _FIRST
         self._pause = _PAUSE
-        self._thread = threading.Thread(target=self._run, name="greenroom-ranks", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="greenroom-ranks", daemon=True)
         _finish_at_exit(self)
-        self._thread.start()
+        self.thread.start()
 
     # ------------------------------------------------------------------ what the computing thread says
 
@@ -190,13 +207,13 @@ class Conductor:
 
     def wait(self, seconds: float) -> bool:
         """Waits until all ranks have left; False if they did not in time."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
 
     def let_go(self) -> None:
         """Drops the process groups, which must not outlive the interpreter."""
-        self._votes = None
         self.gatherer.let_go()
+        self._groups.let_go()
 
     # ------------------------------------------------------------------ the thread
 
@@ -206,6 +223,8 @@ class Conductor:
             with torch.inference_mode(False), torch.no_grad():
                 while self._round():
                     pass
+            if self.broken is None:
+                self.gatherer.stream.synchronize()  # it ends: all ranks have begun the same gathers
         except BaseException as error:
             with self._changed:
                 self._break(error)
@@ -217,7 +236,8 @@ class Conductor:
             if then is not None:
                 then()
             if self.broken is None:
-                self.let_go()
+                self.gatherer.let_go()
+                self._groups.close()
 
     def _break(self, error: BaseException) -> None:
         if self.broken is None:
@@ -305,7 +325,7 @@ class Conductor:
         mine = torch.tensor(vote, dtype=torch.int64)
         everybody = torch.empty(self.ranks.size * len(vote), dtype=torch.int64)
         try:
-            all_gather(everybody, mine, group=self._votes)
+            all_gather(everybody, mine, group=self._groups.votes)
         except (RuntimeError, ValueError) as error:
             raise RanksError(
                 f"a rank is gone, or did not answer within {self.ranks.timeout:g} s ({in_short(error)})"
@@ -335,21 +355,29 @@ class Conductor:
 def _finish_at_exit(conductor: Conductor) -> None:
     """Lets a process that reaches its end first help the others to theirs, for as long as they gather anything.
 
-    A daemon thread inside a collective must not outlive the interpreter either. Of a process that ends with an error
-    nobody expects that, and whoever started the ranks is waiting to hear of it.
+    Of a process that ends with an error nobody expects that, and whoever started the ranks is waiting to hear of it.
+
+    Note [No thread of a group outlives the interpreter]
+        A thread that needs the interpreter's lock once the interpreter is at its end aborts the process if there is
+        C++ beneath it. Ours is inside a collective most of the time, and gloo's take the lock to let go of the
+        tensors of a vote, after its result was seen. So the groups are ended (which joins gloo's threads) by our
+        thread, and our thread is waited for, even where nothing else is left of its conductor.
     """
-    reference = weakref.ref(conductor)
+    reference, thread_reference = weakref.ref(conductor), weakref.ref(conductor.thread)
 
     def finish() -> None:
+        failed = hasattr(sys, "last_type")
         found = reference()
-        if found is None:
-            return
-        found.leave()
-        failed, passes = hasattr(sys, "last_type"), -1
-        while not found.wait(_AFTER_ERROR if failed else found.ranks.timeout):
-            if failed or found.passes == passes:
-                return
-            passes = found.passes
-        found.let_go()
+        if found is not None:
+            found.leave()
+            passes = -1
+            while not found.wait(_AFTER_ERROR if failed else found.ranks.timeout):
+                if failed or found.passes == passes:
+                    return
+                passes = found.passes
+            found.let_go()
+        thread = thread_reference()
+        if thread is not None:
+            thread.join(_AFTER_ERROR)
 
     atexit.register(finish)

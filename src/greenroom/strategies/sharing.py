@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from greenroom.distributed.errors import RanksError
 from greenroom.distributed.gather import SLOTS, Gatherer, GatherStream
 from greenroom.distributed.ranks import Ranks, Standing, agree
 from greenroom.distributed.shared import SharedMasters, share_of
-from greenroom.distributed.step import Budget, Conductor, new_groups
+from greenroom.distributed.step import Budget, Conductor, Groups
 from greenroom.distributed.transfer import Speeds, faster, measure
 from greenroom.errors import ConfigError, NotSupportedError
 from greenroom.host import HostUnit
@@ -66,7 +65,7 @@ class Sharing:
         self.gatherer: Gatherer | None = None
         self.stream: GatherStream | None = None
         self.conductor: Conductor | None = None
-        self._groups: tuple[Any, Any] | None = None
+        self._groups: Groups | None = None
         self._streamed: dict[str, list[StreamedBlock]] = {}
 
     # ------------------------------------------------------------------ enabling
@@ -81,7 +80,7 @@ class Sharing:
         if not agree(self.ranks, sizes):
             return
         total = sum(map(sum, sizes.values()))
-        speeds = measure(self.ranks, accelerator, self._new_groups()[1], max(map(max, sizes.values())))
+        speeds = measure(self.ranks, accelerator, self._new_groups().gathers, max(map(max, sizes.values())))
 
         def slowest(proposals: list[list[float]]) -> str:
             # The forward of the slowest rank is everybody's.
@@ -90,9 +89,9 @@ class Sharing:
         chosen = agree(self.ranks, [speeds.whole, speeds.share, speeds.gather], slowest)
         self.transfers.update(dict.fromkeys(sizes, chosen))
 
-    def _new_groups(self) -> tuple[Any, Any]:
+    def _new_groups(self) -> Groups:
         if self._groups is None:
-            self._groups = new_groups(self.ranks)
+            self._groups = Groups(self.ranks)
         return self._groups
 
     def agree(self, parts: Sequence[Part], layout: Layout) -> None:
@@ -174,11 +173,11 @@ class Sharing:
         """Everything is in place on this rank: waits until it is on all, and lets the gathering begin."""
         self.ranks.meeting.answer("enabled", True)
         if self.gatherer is None:
+            self._end_groups()
             return
-        votes, self.gatherer.group = self._new_groups()
         names = [t.name for t in self.gatherer.tracks]
         together = {names.index(n): m for n, m in self._together.items() if n in names}
-        self.conductor = Conductor(self.ranks, votes, self.gatherer, together, budget)
+        self.conductor = Conductor(self.ranks, self._new_groups(), self.gatherer, together, budget)
 
     # ------------------------------------------------------------------ while it runs
 
@@ -263,6 +262,14 @@ class Sharing:
         if self.masters is not None:
             self.masters.close()
         self.stream = None
+        if self.conductor is None:
+            self._end_groups()
+
+    def _end_groups(self) -> None:
+        """For groups that no conductor ends."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
 
 
 def _refuse_sharded(name: str, module: torch.nn.Module, transfers: dict[str, str]) -> bool:
