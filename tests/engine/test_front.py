@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any
 
@@ -11,10 +13,15 @@ import pytest
 
 from greenroom import ConfigError
 from greenroom.config import OffloadConfig
-from greenroom.engine import Figures, OmniRanks
+from greenroom.demo import checkpoint_path
+from greenroom.engine import Figures, OmniRanks, Request, RequestRefused
 from greenroom.engine.facts import ModelFacts
+from greenroom.engine.job import Job
 from greenroom.engine.ranks.launch import Launched
-from greenroom.engine.ranks.wire import Answer, Ask, Begin, Ready, Stop, Wire
+from greenroom.engine.ranks.rank import Rank
+from greenroom.engine.ranks.wire import Answer, Ask, Begin, Outcome, Progress, Ready, Stop, Submit, Wire
+from greenroom.engine.runner import Runner
+from greenroom.engine.sampling import OmniDiffusionSamplingParams
 
 LAYER = {"mode": "layer", "components": ["dit"]}
 
@@ -26,6 +33,8 @@ class Threads:
         begins: what each rank was told first, in the order of the starts.
         asked: (rank, what, words) of each question.
         refuses: ranks that do not accept a budget.
+        fails: ranks that cannot be launched.
+        ended: ranks whose connection was closed, or that were told to stop.
     """
 
     restartable = True
@@ -37,11 +46,15 @@ class Threads:
         self.begins: list[Begin] = []
         self.asked: list[tuple[int, str, Any]] = []
         self.refuses: set[int] = set()
+        self.fails: set[int] = set()
+        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def begin(self) -> None:
         self.wires = []
 
     def launch(self, rank: int) -> Launched:
+        if rank in self.fails:
+            raise OSError("too many processes")
         mine, theirs = Pipe()
         wire = Wire(theirs, f"pretended-rank-{rank}")
         self.wires.append(wire)
@@ -49,26 +62,60 @@ class Threads:
         return Launched(None, mine)
 
     def _serve(self, wire: Wire, rank: int) -> None:
-        try:
-            self.begins.append(wire.receive())
-            self.begun.release()
-            self.loaded.wait()
-            device = f"place:{rank}"
-            facts = ModelFacts("Pretended", 16, True, {}, {})
-            figures = Figures(rank=None, device=device, alive=True)
-            wire.send(Ready("a model", facts, frozenset({"image"}), device, None, False, figures))
-            with contextlib.suppress(EOFError):
-                while not isinstance(message := wire.receive(), Stop):
-                    if isinstance(message, Ask):
-                        wire.send(Answer(message.number, None, self._do(rank, message)))
-        finally:
-            wire.cut()
+        with contextlib.suppress(EOFError):
+            self._follow(wire, rank)
+        wire.cut()
+        self.ended.put(rank)
+
+    def _follow(self, wire: Wire, rank: int) -> None:
+        self.begins.append(wire.receive())
+        self.begun.release()
+        self.loaded.wait()
+        device = f"place:{rank}"
+        facts = ModelFacts("Pretended", 16, True, {}, {})
+        figures = Figures(rank=None, device=device, alive=True)
+        wire.send(Ready("a model", facts, frozenset({"image"}), device, None, False, figures))
+        while not isinstance(message := wire.receive(), Stop):
+            if isinstance(message, Ask):
+                wire.send(Answer(message.number, None, self._do(rank, message)))
+            elif isinstance(message, Submit):
+                wire.send(Progress(message.request_id, {"step": 1, "steps": 2}))
+                wire.send(Outcome(message.request_id, None, RequestRefused("prompt", "drawn by nobody")))
 
     def _do(self, rank: int, ask: Ask) -> Exception | None:
         self.asked.append((rank, ask.what, ask.words))
         if ask.what == "set_memory" and rank in self.refuses:
             return ConfigError("memory_budget", ask.words["memory_budget"], "more")
         return None
+
+
+class Real:
+    """Launches ranks that load the demo, as threads of this process."""
+
+    restartable = True
+
+    def begin(self) -> None:
+        pass
+
+    def launch(self, rank: int) -> Launched:
+        mine, theirs = Pipe()
+        threading.Thread(target=self._serve, args=(Wire(theirs, "rank"),), daemon=True).start()
+        return Launched(None, mine)
+
+    def _serve(self, wire: Wire) -> None:
+        Rank(wire, wire.receive()).run()
+        wire.cut()
+
+
+class Unreadable:
+    """Can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise LookupError("not known here")
 
 
 def lose(omni: OmniRanks, ranks: Threads, rank: int) -> None:
@@ -128,3 +175,57 @@ def test_ranks_that_took_a_budget_which_another_refused_go_back_to_none() -> Non
         assert omni.config == OffloadConfig(**LAYER)
         restored = {rank: words["config"] for rank, what, words in ranks.asked if what == "restore"}
         assert restored == {0: omni.config, 1: omni.config}
+
+
+def test_a_request_that_cannot_be_sent_is_refused_and_the_next_one_is_served() -> None:
+    ranks = Threads()
+    ranks.loaded.set()
+    with OmniRanks("a model", data_parallel_size=1, device="cpu", launcher=ranks) as omni:
+        with pytest.raises(RequestRefused, match="cannot be sent to a rank"):
+            omni.generate("a cube", {"callback": lambda: None})
+        with pytest.raises(RequestRefused, match="drawn by nobody"):
+            omni.generate("a cube")
+        assert omni.status.alive
+
+
+def test_a_request_that_a_rank_cannot_read_and_a_result_that_cannot_be_sent_concern_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with OmniRanks(checkpoint_path(), data_parallel_size=1, device="cpu", launcher=Real()) as omni:
+        with pytest.raises(RequestRefused, match="a rank cannot read: not known here"):
+            omni.generate("a digit", {"callback": Unreadable()})
+        with monkeypatch.context() as patch:
+            run = Runner.run
+            patch.setattr(Runner, "run", lambda *a: replace(run(*a), images=[lambda: None]))
+            with pytest.raises(RuntimeError, match="cannot be sent to the front"):
+                omni.generate("a digit", {"num_inference_steps": 1})
+        assert omni.generate("a digit", {"num_inference_steps": 1})[0].images[0].size == (32, 32)
+        assert omni.status.alive
+
+
+def test_a_listener_that_raises_ends_neither_its_request_nor_the_front() -> None:
+    ranks = Threads()
+    ranks.loaded.set()
+    heard: list[int] = []
+
+    def listen(job: Job) -> None:
+        heard.append(job.step)
+        raise ValueError("not interested")
+
+    with OmniRanks("a model", data_parallel_size=1, device="cpu", launcher=ranks) as omni:
+        omni.sleep()
+        job = omni.submit(Request({"prompt": "a cube"}, OmniDiffusionSamplingParams()))
+        job.listen(listen)
+        omni.wake()
+        with pytest.raises(RequestRefused, match="drawn by nobody"):
+            job.future.result(30)
+        assert omni.status.alive and len(heard) == 1
+
+
+def test_ranks_that_were_launched_before_one_that_cannot_be_are_ended() -> None:
+    ranks = Threads()
+    ranks.loaded.set()
+    ranks.fails = {1}
+    with pytest.raises(OSError, match="too many processes"):
+        OmniRanks("a model", data_parallel_size=2, device="cpu", launcher=ranks)
+    assert ranks.ended.get(timeout=10) == 0

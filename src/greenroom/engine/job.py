@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -12,6 +13,8 @@ from typing import Any
 
 from greenroom.engine.errors import RequestCancelled
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
+
+log = logging.getLogger("greenroom.engine")
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "completed", "failed", "cancelled"
 
@@ -151,7 +154,10 @@ class Job:
         return None
 
     def listen(self, listener: Callable[[Job], None]) -> None:
-        """Calls `listener` on each change, on the worker's thread; it must return quickly."""
+        """Calls `listener` on each change, on the worker's thread; it must return quickly.
+
+        What it raises is logged, and it is not called again: who watches a request must not be able to end it.
+        """
         self._listeners.append(listener)
 
     def tell(self, **changes: Any) -> None:
@@ -159,7 +165,11 @@ class Job:
         for name, value in changes.items():
             setattr(self, name, value)
         for listener in list(self._listeners):
-            listener(self)
+            try:
+                listener(self)
+            except Exception:
+                log.exception("a listener of request %s failed", self.id)
+                self._listeners.remove(listener)
 
     def finish(self, result: OmniResult | None, error: BaseException | None) -> None:
         """Sets the outcome. For the engine."""

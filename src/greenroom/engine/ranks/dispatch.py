@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from greenroom.engine.errors import RequestCancelled, WorkerDied
+from greenroom.engine.errors import RequestCancelled, RequestRefused, WorkerDied
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import QUEUED, RUNNING, Job, Request
 from greenroom.engine.ranks.launch import Launcher
@@ -35,6 +35,7 @@ from greenroom.engine.ranks.wire import (
     Ready,
     Stop,
     Submit,
+    packed,
 )
 from greenroom.errors import GreenroomError
 
@@ -192,7 +193,16 @@ class Dispatch:
         self._leaving = [link for link in [*self._leaving, *self._links] if not link.ended]
         kept = {link.rank: link for link in self._links if link.rank not in ranks}
         self._launcher.begin()
-        fresh = {rank: self._launch(rank) for rank in ranks}
+        fresh: dict[int, Link] = {}
+        try:
+            for rank in ranks:
+                fresh[rank] = self._launch(rank)
+        except Exception as error:
+            for link in fresh.values():
+                link.gone(f"another rank could not be started: {error}")
+                link.kill()
+            self._leaving += fresh.values()
+            raise
         self._links = [fresh.get(rank) or kept[rank] for rank in range(len(self._begins))]
 
     def _launch(self, rank: int) -> Link:
@@ -362,13 +372,20 @@ class Dispatch:
                 return
             mates = self._mates(link)
             if all(m.state == READY and m.job is None for m in mates):
-                job = self._jobs.popleft()
-                job.started = time.monotonic()
-                job.tell(state=RUNNING, phase=QUEUED)
-                request = self._for_ranks(job.request)
-                for mate in mates:
-                    mate.begin(job)
-                    mate.wire.send(Submit(request, with_result=mate is link))
+                self._give(self._jobs.popleft(), mates)
+
+    def _give(self, job: Job, mates: Sequence[Link]) -> None:
+        """Gives a request to ranks that compute it together; the first is asked for the result."""
+        try:
+            request = packed(self._for_ranks(job.request))
+        except RequestRefused as error:
+            job.finish(None, error)
+            return
+        job.started = time.monotonic()
+        job.tell(state=RUNNING, phase=QUEUED)
+        for i, mate in enumerate(mates):
+            mate.begin(job)
+            mate.wire.send(Submit(job.id, request, with_result=i == 0))
 
     def _for_ranks(self, request: Request) -> Request:
         """A request as ranks get it: the limit counts from its arrival here, and those together need one seed."""

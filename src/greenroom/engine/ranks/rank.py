@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from greenroom.engine.errors import RequestRefused
 from greenroom.engine.job import Job, OmniResult
 from greenroom.engine.omni import Omni
 from greenroom.engine.ranks.wire import (
@@ -33,6 +34,7 @@ from greenroom.engine.ranks.wire import (
     Submit,
     Wire,
     portable,
+    unpacked,
 )
 
 # Seconds that the last messages get on their way out.
@@ -99,8 +101,12 @@ class Rank:
                 return 0 if omni.shutdown(message.timeout_s) and not broken else 1
 
     def _submit(self, omni: Omni, message: Submit) -> None:
-        job = Job(message.request)
-        request_id = job.id
+        request_id = message.request_id
+        try:
+            job = Job(unpacked(message.request))
+        except RequestRefused as error:
+            self._wire.send(Outcome(request_id, None, error))
+            return
         self._jobs[request_id] = job
         told: dict[str, Any] = {}
         with_result = message.with_result
@@ -114,7 +120,11 @@ class Rank:
         def done(future: Future[OmniResult]) -> None:
             # Names neither the job nor its error: a cycle would keep what the failed call had on the device.
             self._jobs.pop(request_id, None)
-            self._wire.send(_outcome(request_id, future, with_result))
+            try:
+                self._wire.send(_outcome(request_id, future, with_result))
+            except Exception as error:  # whatever the parts of a result say that cannot be pickled
+                told = RuntimeError(f"what the pipeline made cannot be sent to the front: {error}")
+                self._wire.send(Outcome(request_id, None, told))
 
         job.listen(tell)
         job.future.add_done_callback(done)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from greenroom.engine.errors import RequestRefused
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import OmniResult, Request
@@ -40,9 +41,15 @@ class Begin:
 
 @dataclass(frozen=True)
 class Submit:
-    """A request; of ranks that compute it together, one is asked for the result."""
+    """A request, pickled by itself; of ranks that compute it together, one is asked for the result.
 
-    request: Request
+    Note [What cannot be sent concerns one request]
+        Whatever a caller puts into a request may be of a kind that cannot be pickled here, or not be read there. It is
+        therefore packed and unpacked apart from the messages, which always can.
+    """
+
+    request_id: str
+    request: bytes
     with_result: bool
 
 
@@ -161,6 +168,31 @@ class Wire:
         with contextlib.suppress(OSError, ValueError):
             while (data := self._out.get()) is not None:
                 self._connection.send_bytes(data)
+
+
+def packed(request: Request) -> bytes:
+    """A request as bytes.
+
+    Raises:
+        RequestRefused: something in it exists in this process only.
+    """
+    try:
+        return pickle.dumps(request, protocol=5)
+    except Exception as error:  # whatever its parts say
+        raise RequestRefused(None, f"the request holds something that cannot be sent to a rank: {error}") from None
+
+
+def unpacked(data: bytes) -> Request:
+    """The request again.
+
+    Raises:
+        RequestRefused: something in it is of a kind that this process does not know.
+    """
+    try:
+        request: Request = pickle.loads(data)
+    except Exception as error:  # whatever its parts say
+        raise RequestRefused(None, f"the request holds something that a rank cannot read: {error}") from None
+    return request
 
 
 def portable(error: BaseException) -> BaseException:
