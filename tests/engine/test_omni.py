@@ -353,6 +353,57 @@ def test_a_dead_worker_is_told_and_replaced(omni: Any, never_offloaded: Any, pla
     )
 
 
+def test_a_device_that_fails_while_an_operator_changes_something_ends_the_worker(
+    omni: Any, never_offloaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: Any) -> None:
+        raise torch.AcceleratorError("planted")
+
+    omni.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(greenroom.handle.Handle, "wake", fail)
+        with pytest.raises(torch.AcceleratorError):
+            omni.wake()
+        omni._worker.thread.join(30)
+    assert not omni.status.alive and "planted" in str(omni.status.cause)
+    with pytest.raises(WorkerDied):
+        omni.generate(PROMPT, STEPS)
+    omni.restart()
+    assert np.array_equal(
+        _drawn(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), never_offloaded("demo", 7)
+    )
+
+
+def test_a_device_that_fails_again_while_it_is_freed_keeps_nobody_from_ending(
+    emu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: Any) -> None:
+        raise torch.AcceleratorError("planted")
+
+    engine = Omni(checkpoint_path(), device="emu", **STRATEGIES["layer, both"])
+    engine.sleep()
+    disable = greenroom.handle.Handle.disable
+    with monkeypatch.context() as patch:
+        patch.setattr(greenroom.handle.Handle, "wake", fail)
+        patch.setattr(greenroom.handle.Handle, "disable", fail)
+        with pytest.raises(torch.AcceleratorError):
+            engine.wake()
+        engine._worker.thread.join(30)
+        handle = engine._handle
+        assert engine.shutdown(timeout_s=30)
+    disable(handle)
+
+
+def test_a_pipeline_that_does_not_fit_on_the_device_stays_whole_on_the_host(emu: Any) -> None:
+    pipe = testing.build_pipeline("sd3")
+    before = emu.memory_allocated()
+    emu.set_capacity(before + 2**20)
+    with pytest.raises(torch.OutOfMemoryError):
+        Omni(pipe, device="emu")
+    places = {p.device.type for c in pipe.components.values() if isinstance(c, torch.nn.Module) for p in c.parameters()}
+    assert places == {"cpu"}
+
+
 @pytest.mark.parametrize("strategy", ["resident", "module, all", "layer, both"])
 def test_sleep_frees_the_device_and_wake_brings_the_same_bits(emu: Any, never_offloaded: Any, strategy: str) -> None:
     never_offloaded("demo", 7)

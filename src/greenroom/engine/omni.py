@@ -327,7 +327,12 @@ class Omni:
             self._closed = True
         ended = self._worker.stop(timeout_s, cancel=cancel)
         if ended:
-            self._unplace()
+            try:
+                self._unplace()
+            except Exception:
+                # A device that has failed says so again to whoever frees it.
+                if self._worker.cause is None:
+                    raise
             # What the pipeline made for itself, such as timesteps, is on the device still.
             self._runner = self.pipeline = None
             self._accelerator.empty_cache()
@@ -367,7 +372,12 @@ class Omni:
         device = self._accelerator.device
         before = self._config if self._handle is not None else None
         if config is None:
-            self.pipeline.to(device)
+            try:
+                self.pipeline.to(device)
+            except BaseException:
+                # A pipeline of the caller's must not be left with one half here and the other there.
+                self.pipeline.to("cpu")
+                raise
             self._handle = None
         else:
             try:
@@ -432,8 +442,6 @@ class Omni:
             else:
                 self._place(self._config)
         except torch.OutOfMemoryError as error:
-            if self._handle is None:
-                self.pipeline.to("cpu")
             raise DoesNotFit(f"the device has too little memory to wake up ({error}); the engine sleeps on") from None
         self._asleep = self._worker.paused = False
 

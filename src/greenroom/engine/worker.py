@@ -173,14 +173,18 @@ class Worker:
             if order is None:
                 self.current = self._jobs.popleft()
         if order is not None:
-            what, future = order
-            try:
-                future.set_result(what())
-            except Exception as error:
-                future.set_exception(error)
+            self._carry_out(*order)
         elif self.current is not None:
             self._serve(self.current)
         return True
+
+    def _carry_out(self, what: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(what())
+        except BaseException as error:
+            future.set_exception(error)
+            if isinstance(error, _DEVICE_FAILED) or not isinstance(error, Exception):
+                raise
 
     def _serve(self, job: Job) -> None:
         result: OmniResult | None = None
@@ -224,5 +228,7 @@ class Worker:
             future.set_exception(WorkerDied("the worker has ended"))
 
 
-# A broken device, and ranks that have lost one of theirs: neither serves anything any more.
-_FATAL: tuple[type[Exception], ...] = (getattr(torch, "AcceleratorError", WorkerDied), WorkerDied, RanksError)
+# A broken device, and in a request ranks that have lost one of theirs: neither serves anything any more. An order that
+# ranks do not agree upon leaves them as they were.
+_DEVICE_FAILED: type[Exception] = getattr(torch, "AcceleratorError", WorkerDied)
+_FATAL: tuple[type[Exception], ...] = (_DEVICE_FAILED, WorkerDied, RanksError)
