@@ -191,8 +191,7 @@ def test_foreign_tensors_count_against_the_budget(emu: ModuleType) -> None:
 def test_resident_layers_are_never_copied_again(emu: ModuleType) -> None:
     pipe = toys.Pipeline()
     handle = greenroom.offload(pipe, toys.LAYERWISE_RESIDENT, device="emu")
-    x = torch.randn(1, 4, toys.WIDTH, device="emu")
-    context = {"embeds": [torch.randn(1, 4, toys.WIDTH, device="emu")]}
+    x, context = toys.inputs(device="emu")
     dit = next(c for c in handle.report().components if c.name == "transformer")
     assert dit.streamed_blocks == dit.blocks - 3
     with torch.no_grad():
@@ -210,8 +209,7 @@ def test_resident_layers_are_never_copied_again(emu: ModuleType) -> None:
 def test_steady_state_copies_exactly_the_streamed_blocks(emu: ModuleType) -> None:
     pipe = toys.Pipeline()
     handle = greenroom.offload(pipe, toys.LAYERWISE_DIT, device="emu")
-    x = torch.randn(1, 4, toys.WIDTH, device="emu")
-    context = {"embeds": [torch.randn(1, 4, toys.WIDTH, device="emu")]}
+    x, context = toys.inputs(device="emu")
     dit = next(c for c in handle.report().components if c.name == "transformer")
     with torch.no_grad():
         for _ in range(3):

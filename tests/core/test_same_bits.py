@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from types import ModuleType
 from typing import Any
@@ -58,7 +57,7 @@ def test_the_virtual_clock_gives_the_same_bits(emu: ModuleType, config: dict[str
 )
 def test_any_order_of_blocks_gives_the_same_bits(emu: ModuleType, config: dict[str, Any], orders: Any) -> None:
     pipe = toys.Pipeline()
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     with torch.no_grad():
         expected = [pipe.transformer(x, context, order) for order in orders]
         greenroom.offload(pipe, config, device="emu")
@@ -69,7 +68,7 @@ def test_any_order_of_blocks_gives_the_same_bits(emu: ModuleType, config: dict[s
 def test_an_order_seen_once_is_prefetched_the_next_time(emu: ModuleType) -> None:
     pipe = toys.Pipeline()
     handle = greenroom.offload(pipe, toys.LAYERWISE_DIT, device="emu")
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     order = [6, 4, 2, 0, 1, 3, 5]
     with torch.no_grad():
         for _ in range(2):
@@ -83,7 +82,7 @@ def test_an_order_seen_once_is_prefetched_the_next_time(emu: ModuleType) -> None
 def test_a_skipped_block_costs_at_most_one_synchronous_load(emu: ModuleType) -> None:
     pipe = toys.Pipeline()
     handle = greenroom.offload(pipe, toys.LAYERWISE_DIT, device="emu")
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     with torch.no_grad():
         pipe.transformer(x, context)
         before = handle.report().misses
@@ -179,22 +178,12 @@ def test_two_threads_are_serialised(emu: ModuleType, config: dict[str, Any]) -> 
     pipe = toys.Pipeline()
     expected = [pipe(seed=s) for s in range(2)]
     greenroom.offload(pipe, config, device="emu")
-    wrong: list[Any] = []
 
     def work(seed: int) -> None:
-        try:
-            for _ in range(4):
-                if not torch.equal(pipe("emu", seed=seed), expected[seed]):
-                    wrong.append(seed)
-        except Exception as error:
-            wrong.append(error)
+        for _ in range(4):
+            assert torch.equal(pipe("emu", seed=seed), expected[seed])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
+    toys.at_once(lambda: work(0), lambda: work(1))
 
 
 def test_two_pipelines_in_turns(emu: ModuleType, config: dict[str, Any]) -> None:
@@ -228,14 +217,10 @@ def test_statistics_of_normalisation_in_training_are_kept(emu: ModuleType, confi
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return super().forward(self.statistics(x))
 
-    def build() -> toys.Pipeline:
-        pipe = toys.Pipeline()
-        torch.manual_seed(7)
-        pipe.transformer.blocks = nn.ModuleList(Normed() for _ in range(4)).train()
-        return pipe
-
-    plain, offloaded = build(), build()
-    x, context = torch.randn(2, 4, toys.WIDTH), {"embeds": [torch.randn(2, 4, toys.WIDTH)]}
+    plain, offloaded = (toys.with_blocks(Normed, seed=7) for _ in range(2))
+    for pipe in (plain, offloaded):
+        pipe.transformer.blocks.train()
+    x, context = toys.inputs(batch=2)
     handle = greenroom.offload(offloaded, config, device="emu")
     with torch.no_grad():
         for _ in range(3):
@@ -258,7 +243,7 @@ def test_weights_made_in_inference_mode(emu: ModuleType, config: dict[str, Any])
 
 def test_a_pipeline_may_be_any_object_with_modules(emu: ModuleType) -> None:
     source = toys.Pipeline()
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     with torch.no_grad():
         expected = source.transformer(x, context)
         plain = types.SimpleNamespace(transformer=source.transformer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +50,21 @@ class DiT(nn.Module):
         every = [*self.blocks, *self.single_blocks]
         for i in range(len(every)) if order is None else order:
             x = every[i](x)
+        return x
+
+
+class Row(nn.Module):
+    """Blocks one after another, and nothing else."""
+
+    _layerwise_offload_blocks_attrs: ClassVar = ["blocks"]
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
         return x
 
 
@@ -130,6 +147,47 @@ class Pipeline:
         image = self.vae.decode(x).cpu()
         self.maybe_free_model_hooks()
         return image
+
+
+def only(dit: nn.Module) -> nn.Module:
+    """A pipeline of a DiT and nothing else."""
+    pipe = nn.Module()
+    pipe.transformer = dit.eval()
+    return pipe
+
+
+def with_blocks(block: Callable[[], nn.Module], seed: int) -> Pipeline:
+    """A pipeline whose first DiT has four blocks of another kind."""
+    pipe = Pipeline()
+    torch.manual_seed(seed)
+    pipe.transformer.blocks = nn.ModuleList(block() for _ in range(4)).eval()
+    return pipe
+
+
+def inputs(batch: int = 1, device: Any = "cpu") -> tuple[torch.Tensor, dict[str, Any]]:
+    """What `DiT` takes: tokens (batch, 4, WIDTH) and a context."""
+    x, embeds = (torch.randn(batch, 4, WIDTH, device=device) for _ in range(2))
+    return x, {"embeds": [embeds]}
+
+
+def at_once(*works: Callable[[], None], seconds: float = 120) -> None:
+    """Runs each on a thread of its own; raises what the first to fail raised."""
+    failed: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "a thread hangs"
+    if failed:
+        raise failed[0]
 
 
 def tensors(pipe: Pipeline) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One rank of test_emu_collectives.py: RANK, WORLD_SIZE and the rendezvous are in the environment."""
+"""One rank of test_emu_collectives.py, started by tests/launch.py."""
 
 import os
 import sys
@@ -110,7 +110,7 @@ def sharded_model(device: torch.device, world: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("cpu:gloo,emu:emu_gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=world)
+    dist.init_process_group("cpu:gloo,emu:emu_gloo")
     emu.set_device(rank)
     emu.set_poison(True)
     device = torch.device("emu", rank)
@@ -123,7 +123,6 @@ def main() -> None:
     assert emu.race_reports() == []
     dist.barrier()
     dist.destroy_process_group()
-    print("done")
 
 
 if __name__ == "__main__":

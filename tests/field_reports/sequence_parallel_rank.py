@@ -1,21 +1,15 @@
-"""One rank of a streamed model that exchanges its sequence inside each block; RANK and the rendezvous are given."""
+"""One rank of a streamed model that exchanges its sequence inside each block, started by tests/launch.py."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import toys
 
 import greenroom
 import greenroom.emulator
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-import toys
 
 
 class Exchanging(toys.Block):
@@ -33,32 +27,16 @@ class Exchanging(toys.Block):
         return super().forward(torch.cat(returned.unbind(), dim=-1), scale=scale)
 
 
-class Model(nn.Module):
-    _layerwise_offload_blocks_attrs: ClassVar = ["blocks"]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Exchanging() for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def main() -> None:
     torch.set_num_threads(1)
     emu = torch.emu
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
-    pipe = nn.Module()
-    pipe.transformer = Model().eval()
+    pipe = toys.only(toys.Row(Exchanging() for _ in range(6)))
     x = torch.randn(1, 8, toys.WIDTH)
     with torch.no_grad():
         expected = pipe.transformer(x.chunk(world, dim=1)[rank])
-        dist.init_process_group(
-            "cpu:gloo,emu:emu_gloo", init_method=os.environ["RENDEZVOUS"], rank=rank, world_size=world
-        )
+        dist.init_process_group("cpu:gloo,emu:emu_gloo")
         emu.set_device(rank)
         emu.set_poison(True)
         emu.set_race_check("raise")
@@ -71,7 +49,6 @@ def main() -> None:
     assert emu.race_reports() == []
     dist.barrier()
     dist.destroy_process_group()
-    print("same bits")
 
 
 if __name__ == "__main__":

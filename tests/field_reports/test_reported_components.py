@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import toys
-from diffusers import ControlNetModel, DiffusionPipeline
+from diffusers import DiffusionPipeline
 from torch import nn
-from ways import runner, same_story
+from ways import controlled, runner, same_story
 
 import greenroom
 from greenroom import testing
@@ -64,7 +64,7 @@ class Renamed:
 def test_components_under_unusual_names(emu: ModuleType, mode: str) -> None:
     pipe = Renamed()
     tokens = torch.arange(5)[None]
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     with torch.no_grad():
         expected = pipe.mllm(tokens)[0], pipe.net(x, context)
         handle = greenroom.offload(pipe, {"mode": mode, "components": ["dit", "text_encoder"]}, device="emu")
@@ -97,7 +97,7 @@ def test_a_dit_inside_a_nested_pipeline(emu: ModuleType) -> None:
     ):
         greenroom.offload(pipe, toys.LAYERWISE_DIT, device="emu")
     declared = DeclaredStages()
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     with torch.no_grad():
         expected = declared.first_stage.transformer(x, context)
         handle = greenroom.offload(declared, toys.LAYERWISE_DIT, device="emu")
@@ -173,23 +173,16 @@ def test_two_experts_hand_over(emu: ModuleType, mode: str, boundary: int) -> Non
 
 
 def test_a_controlnet_in_every_step_beside_a_streamed_dit(emu: ModuleType) -> None:
-    from diffusers import StableDiffusionXLControlNetPipeline
     from PIL import Image
-
-    def build() -> Any:
-        base = testing.build_pipeline("sdxl")
-        torch.manual_seed(4)
-        net = ControlNetModel.from_unet(base.unet, conditioning_embedding_out_channels=(4, 8, 8, 8)).eval()
-        testing.randomise(net, seed=9)
-        pipe = StableDiffusionXLControlNetPipeline(**base.components, controlnet=net, add_watermarker=False)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
 
     picture = Image.radial_gradient("L").resize((64, 64)).convert("RGB")
 
     def story(pipe: Any) -> Any:
         for _ in range(2):
             yield runner("sdxl")(pipe, image=picture)
+
+    def build() -> Any:
+        return controlled(testing.build_pipeline("sdxl"))
 
     same_story(build, story, "layerwise")
     pipe = build()

@@ -154,14 +154,8 @@ class CachingBlock(toys.Block):
 
 @every_config
 def test_blocks_that_fill_their_caches_before_the_loop(emu: ModuleType, config: dict[str, Any]) -> None:
-    def build() -> toys.Pipeline:
-        pipe = toys.Pipeline()
-        torch.manual_seed(1)
-        pipe.transformer.blocks = nn.ModuleList(CachingBlock() for _ in range(4)).eval()
-        return pipe
-
-    plain, pipe = build(), build()
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    plain, pipe = (toys.with_blocks(CachingBlock, seed=1) for _ in range(2))
+    x, context = toys.inputs()
     with torch.no_grad():
         handle = greenroom.offload(pipe, config, device="emu")
         for factor in (1.0, 2.0):  # the weights are changed in place while they are there, and keep the change

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -19,6 +16,7 @@ import toys
 from torch import nn
 
 import greenroom
+import launch
 
 every_config = pytest.mark.parametrize("config", toys.EVERY.values(), ids=toys.EVERY.keys())
 
@@ -75,8 +73,7 @@ def test_a_pin_budget_holds_for_what_comes_later_too(emu: ModuleType) -> None:
 
     def build() -> Any:
         torch.manual_seed(0)
-        pipe = nn.Module()
-        pipe.transformer = toys.DiT(blocks=24).eval()
+        pipe = toys.only(toys.DiT(blocks=24))
         for block in pipe.transformer.blocks:
             block.down = Adapted(4 * toys.WIDTH, toys.WIDTH)
         return pipe
@@ -87,7 +84,7 @@ def test_a_pin_budget_holds_for_what_comes_later_too(emu: ModuleType) -> None:
             block.down.a = nn.Parameter(torch.randn(toys.WIDTH, 24, generator=generator) / 8)
             block.down.b = nn.Parameter(torch.randn(24, toys.WIDTH, generator=generator) / 8)
 
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    x, context = toys.inputs()
     plain, pipe = build(), build()
     budget = 2**20
     config = {"mode": "layer", "components": ["dit"], "pin_memory": budget}
@@ -170,24 +167,4 @@ def test_the_device_that_was_named_is_kept_over_calls(emu: ModuleType) -> None:
 
 def test_collectives_inside_blocks_while_the_next_is_copied(emu: ModuleType, tmp_path: Path) -> None:
     """Two ranks exchange halves of a sequence in each block, on a bus so slow that every copy is still in flight."""
-    ranks = []
-    for rank in range(2):
-        env = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "RENDEZVOUS": f"file://{tmp_path}/store",
-        }
-        command = [sys.executable, str(Path(__file__).with_name("sequence_parallel_rank.py"))]
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    outputs = []
-    try:
-        for process in ranks:
-            outputs.append(process.communicate(timeout=120)[0])
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for process, output in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0 and output.rstrip().endswith("same bits"), output
+    launch.run(Path(__file__).with_name("sequence_parallel_rank.py"), 2, folder=tmp_path)

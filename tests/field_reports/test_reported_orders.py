@@ -19,12 +19,6 @@ every_config = pytest.mark.parametrize("config", toys.EVERY.values(), ids=toys.E
 SLOW_BUS = 20e6  # bytes a second: a block takes about 2 ms, far longer than its kernels
 
 
-def only(dit: nn.Module) -> nn.Module:
-    pipe = nn.Module()
-    pipe.transformer = dit.eval()
-    return pipe
-
-
 class Optional(nn.Module):
     """A branch of blocks that only some inputs take."""
 
@@ -49,7 +43,7 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("mode", ["module", "layer"])
 def test_a_branch_that_the_first_forward_did_not_take(emu: ModuleType, mode: str) -> None:
     torch.manual_seed(0)
-    pipe = only(Optional())
+    pipe = toys.only(Optional())
     x, extra = torch.randn(2, 1, 4, toys.WIDTH)
     calls = (None, extra, None, extra, extra)
     with torch.no_grad():
@@ -78,7 +72,7 @@ class CaptionLast(nn.Module):
 
 def test_blocks_that_run_before_those_constructed_earlier(emu: ModuleType) -> None:
     torch.manual_seed(0)
-    pipe = only(CaptionLast())
+    pipe = toys.only(CaptionLast())
     x = torch.randn(1, 4, toys.WIDTH)
     with torch.no_grad():
         expected = pipe.transformer(x)
@@ -122,7 +116,7 @@ class Guided(nn.Module):
 
 def test_two_forwards_in_each_step_and_layers_that_are_not_used(emu: ModuleType) -> None:
     torch.manual_seed(0)
-    pipe = only(Guided())
+    pipe = toys.only(Guided())
     x, positive, negative = torch.randn(3, 1, 4, toys.WIDTH)
 
     def steps(x: torch.Tensor) -> torch.Tensor:
@@ -147,8 +141,8 @@ def test_two_forwards_in_each_step_and_layers_that_are_not_used(emu: ModuleType)
 def test_any_number_of_resident_blocks(emu: ModuleType, resident: int) -> None:
     """From none to all but one: a pass copies exactly the others, however many of them follow each other."""
     torch.manual_seed(0)
-    pipe = only(toys.DiT())
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    pipe = toys.only(toys.DiT())
+    x, context = toys.inputs()
     config = {"mode": "layer", "components": ["dit"], "layer_options": {"dit": {"resident_layers": resident}}}
     with torch.no_grad():
         expected = pipe.transformer(x, context)
@@ -200,24 +194,11 @@ class Cast(nn.Module):
         return x + x @ (self.weight.float() * self.scale.float()).t()
 
 
-class Blocks(nn.Module):
-    _layerwise_offload_blocks_attrs: ClassVar = ["blocks"]
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 @pytest.mark.parametrize("mode", ["module", "layer"])
 @pytest.mark.parametrize("block", [Modulated, Cast])
 def test_tables_and_casts_wait_for_their_copies(emu: ModuleType, block: type[nn.Module], mode: str) -> None:
     torch.manual_seed(0)
-    pipe = only(Blocks(block))
+    pipe = toys.only(toys.Row(block() for _ in range(5)))
     x = torch.randn(1, 4, toys.WIDTH)
     dtypes = [p.dtype for p in (*pipe.parameters(), *pipe.buffers())]
     with torch.no_grad():
@@ -236,8 +217,8 @@ def test_tables_and_casts_wait_for_their_copies(emu: ModuleType, block: type[nn.
 def test_weights_mapped_from_a_file_land_late(emu: ModuleType, mode: str, pin: bool, tmp_path: Path) -> None:
     """What lies in a file that is mapped is under the same guards; once taken over, the file is not read again."""
     torch.manual_seed(0)
-    pipe = only(toys.DiT())
-    x, context = torch.randn(1, 4, toys.WIDTH), {"embeds": [torch.randn(1, 4, toys.WIDTH)]}
+    pipe = toys.only(toys.DiT())
+    x, context = toys.inputs()
     state = {k: v.clone() for k, v in pipe.transformer.state_dict().items()}
     safetensors.torch.save_file(state, tmp_path / "weights.safetensors")
     mapped = safetensors.torch.load_file(tmp_path / "weights.safetensors")

@@ -18,12 +18,6 @@ import greenroom
 every_config = pytest.mark.parametrize("config", toys.EVERY.values(), ids=toys.EVERY.keys())
 
 
-def only(dit: nn.Module) -> nn.Module:
-    pipe = nn.Module()
-    pipe.transformer = dit.eval()
-    return pipe
-
-
 # ---------------------------------------------------------------------- outside of blocks and layers
 
 
@@ -51,7 +45,7 @@ class Rooted(nn.Module):
 def test_what_hangs_on_the_root_hinders_no_strategy(emu: ModuleType, mode: str, placement: str) -> None:
     torch.manual_seed(0)
     plain = Rooted()
-    pipe = only(copy.deepcopy(plain))
+    pipe = toys.only(copy.deepcopy(plain))
     x = torch.randn(1, 4, toys.WIDTH)
     with torch.no_grad():
         handle = greenroom.offload(pipe, {"mode": mode, "components": ["dit"]}, device="emu")

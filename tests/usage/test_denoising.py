@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import toys
 from diffusers.hooks import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
@@ -410,22 +410,12 @@ def test_calls_from_two_threads(emu: ModuleType, way: str) -> None:
     expected = [run(p) for p in pipes]
     for pipe in pipes:
         offload(pipe, way)
-    wrong: list[Any] = []
 
     def work(index: int) -> None:
-        try:
-            for _ in range(3):
-                if not torch.equal(run(pipes[index]), expected[index]):
-                    wrong.append(index)
-        except Exception as error:
-            wrong.append(error)
+        for _ in range(3):
+            assert torch.equal(run(pipes[index]), expected[index])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not wrong
+    toys.at_once(lambda: work(0), lambda: work(1))
 
 
 @every_way
@@ -438,24 +428,17 @@ def test_components_called_from_two_threads(emu: ModuleType, way: str) -> None:
     with torch.no_grad():
         hidden = pipe.text_encoder(tokens).last_hidden_state
     offload(pipe, way)
-    wrong: list[Any] = []
 
     def encode() -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(8):
-                    if not torch.equal(pipe.text_encoder(tokens).last_hidden_state.cpu(), hidden):
-                        wrong.append("encoder")
-        except Exception as error:
-            wrong.append(error)
+        with torch.no_grad():
+            for _ in range(8):
+                assert torch.equal(pipe.text_encoder(tokens).last_hidden_state.cpu(), hidden)
 
-    thread = threading.Thread(target=encode)
-    thread.start()
-    for _ in range(2):
-        if not torch.equal(run(pipe), expected):
-            wrong.append("pipeline")
-    thread.join(120)
-    assert not wrong
+    def denoise() -> None:
+        for _ in range(2):
+            assert torch.equal(run(pipe), expected)
+
+    toys.at_once(encode, denoise)
 
 
 @every_way

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
-    ControlNetModel,
     DiffusionPipeline,
     SD3ControlNetModel,
     StableDiffusion3ControlNetPipeline,
     StableDiffusion3Img2ImgPipeline,
     StableDiffusion3InpaintPipeline,
-    StableDiffusionXLControlNetPipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLInpaintPipeline,
 )
 from PIL import Image
-from ways import WAYS, draw, every_way, modules, offload, runner, same_story, words_for
+from ways import WAYS, controlled, draw, every_way, modules, offload, runner, same_story, words_for
 
 import greenroom
 from greenroom import OffloadConfig, OffloadError, TopologyError, testing
@@ -98,15 +96,6 @@ def test_relatives_that_are_offloaded_themselves(emu: ModuleType, way: str) -> N
     assert emu.pinned_stats()["current"] == 0
     for (pipe, call), value in zip(relatives, expected, strict=True):
         assert torch.equal(call(pipe), value)
-
-
-def controlled(base: Any) -> Any:
-    torch.manual_seed(4)
-    net = ControlNetModel.from_unet(base.unet, conditioning_embedding_out_channels=(4, 8, 8, 8)).eval()
-    testing.randomise(net, seed=9)
-    pipe = StableDiffusionXLControlNetPipeline(**base.components, controlnet=net, add_watermarker=False)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 @every_way

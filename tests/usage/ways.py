@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 import greenroom
@@ -103,6 +104,16 @@ def modules(pipe: Any) -> list[torch.nn.Module]:
 
 def builder(name: str, dtype: torch.dtype = torch.float32) -> Callable[[], Any]:
     return lambda: testing.build_pipeline(name, dtype=dtype)
+
+
+def controlled(base: Any) -> Any:
+    """A ControlNet pipeline around the components of an SDXL pipeline."""
+    torch.manual_seed(4)
+    net = ControlNetModel.from_unet(base.unet, conditioning_embedding_out_channels=(4, 8, 8, 8)).eval()
+    testing.randomise(net, seed=9)
+    pipe = StableDiffusionXLControlNetPipeline(**base.components, controlnet=net, add_watermarker=False)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def runner(name: str) -> Callable[..., torch.Tensor]:
