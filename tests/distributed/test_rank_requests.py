@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import ModuleType
 
-import launch
 import pytest
+
+import launch
 
 SCRIPT = "ranks.py"
 
