@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from live_server import STRATEGIES, Live, serving, until
 from PIL import Image
 from test_http import Blocked, png
 
 from greenroom import Omni
-from greenroom.serving import ServerSettings
+from greenroom.serving import ServerSettings, create_app
 
 BODY = {"prompt": "a red cube rolls", "size": "32x32", "num_frames": 5, "num_inference_steps": 2, "seed": 3}
 
@@ -141,3 +144,30 @@ def test_a_dead_worker_fails_its_videos_by_name(checkpoints: Any, emu: Any) -> N
         assert failed["status"] == "failed" and failed["error"]["code"] == "worker_dead"
         assert client.get(f"/v1/videos/{video['id']}/content").status_code == 400
         assert client.post("/v1/videos", json=BODY).status_code == 503
+
+
+def test_a_video_that_takes_too_long_is_counted_as_a_picture_is(checkpoints: Any, emu: Any) -> None:
+    omni = Omni(checkpoints["wan22_t2v"], device="emu", **STRATEGIES["layer"])
+    settings = ServerSettings(shutdown_timeout=5, request_timeout=0.3)
+    with serving(omni, settings) as live, live.client() as client:
+        video = client.post("/v1/videos", json={**BODY, "num_inference_steps": 200}).json()
+        failed = finished(client, video["id"])
+        assert failed["status"] == "failed" and failed["error"]["code"] == "timeout"
+        assert 'greenroom_requests_total{kind="video",outcome="timeout"} 1.0' in client.get("/metrics").text
+
+
+def test_videos_are_deleted_even_where_the_engine_cannot_be_shut_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def shutdown(self, timeout_s: float) -> bool:
+            raise RuntimeError("the device failed")
+
+        def cancel_swept(self) -> None:
+            pass
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine: Any = Failing()
+    with pytest.raises(RuntimeError, match="the device failed"), TestClient(create_app(engine)):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert not list(tmp_path.iterdir())

@@ -127,10 +127,6 @@ class Job:
             if self._why is None and not self.future.done():
                 self._why = reason
 
-    @property
-    def cancelled(self) -> bool:
-        return self._why is not None
-
     def check(self) -> None:
         """Raises RequestCancelled where the request was given up or has run out of time."""
         limit = self.request.timeout_s

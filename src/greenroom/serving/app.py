@@ -44,9 +44,11 @@ def create_app(omni: Engine, settings: ServerSettings | None = None) -> FastAPI:
             yield
         finally:
             tidying.cancel()
-            await asyncio.to_thread(omni.shutdown, settings.shutdown_timeout)
-            context.operators.shutdown(wait=False, cancel_futures=True)
-            await asyncio.to_thread(store.close)
+            try:
+                await asyncio.to_thread(omni.shutdown, settings.shutdown_timeout)
+            finally:
+                context.operators.shutdown(wait=False, cancel_futures=True)
+                await asyncio.to_thread(store.close)
 
     app = FastAPI(
         title="Greenroom",

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
 
 from greenroom.engine import Engine, Job, OmniResult, Request
 from greenroom.engine.media import MediaLimits
 from greenroom.serving import limits
-from greenroom.serving.errors import ApiError, as_api_error
+from greenroom.serving.errors import ApiError
 from greenroom.serving.metrics import Metrics
 from greenroom.serving.schemas import Generation
 from greenroom.serving.settings import ServerSettings
@@ -62,7 +60,7 @@ class Context:
             request = Request({"prompt": words.prompt, **inputs}, params, timeout_s=self.settings.request_timeout)
             return self.omni.submit(request)
         except Exception as error:
-            self.failed(kind, error)
+            self.metrics.failed(kind, error)
             raise
 
     async def result(self, kind: str, job: Job, http: HttpRequest) -> OmniResult:
@@ -81,12 +79,8 @@ class Context:
         except BaseException as error:
             future.cancel()  # or asyncio complains about an outcome that nobody asked for, and keeps it to do so
             self.give_up(job)
-            self.failed(kind, error)
+            self.metrics.failed(kind, error)
             raise
-
-    def failed(self, kind: str, error: BaseException) -> None:
-        """Counts a request that gave no result."""
-        self.metrics.requests.labels(kind, _outcome(error)).inc()
 
     async def operate(self, what: Callable[..., T], *args: Any) -> T:
         """Carries out what an operator has changed, which may have to wait for the running request.
@@ -100,13 +94,6 @@ class Context:
         """Cancels a request whose client is gone; harmless for one that is over."""
         job.cancel("the client went away")
         self.omni.cancel_swept()
-
-
-def _outcome(error: BaseException) -> str:
-    status = as_api_error(error).status if isinstance(error, Exception) else 499
-    return {429: "refused_busy", 499: "cancelled", 408: "timeout"}.get(
-        status, "refused" if status < 500 else "unavailable" if status == 503 else "failed"
-    )
 
 
 async def changes(job: Job) -> AsyncIterator[bool]:
@@ -133,54 +120,3 @@ async def changes(job: Job) -> AsyncIterator[bool]:
 def event(kind: str, data: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
-
-
-async def read_fields(http: HttpRequest, files: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Fields and files of a JSON or multipart body.
-
-    Args:
-        http: the request.
-        files: names of fields that may hold files; in JSON, the same names may hold base64 text.
-
-    Raises:
-        ApiError: 400, not a body of either kind, or a field that is given twice.
-    """
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    fields: dict[str, Any] = {}
-    found: dict[str, list[bytes]] = {}
-    if kind in ("multipart/form-data", "application/x-www-form-urlencoded"):
-        try:
-            form = await http.form(max_files=16, max_fields=100)
-        except HTTPException as error:
-            raise ApiError(400, f"the form is not readable: {error.detail}") from None
-        for name, value in form.multi_items():
-            plain = name.removesuffix("[]")
-            if isinstance(value, UploadFile):
-                if plain not in files:
-                    raise ApiError(400, f"{plain} is not a field for files", param=plain)
-                found.setdefault(plain, []).append(await value.read())
-            elif plain in files:
-                found.setdefault(plain, []).append(value.encode())
-            elif name in fields:
-                raise ApiError(400, f"{name} is given twice", param=name)
-            else:
-                fields[name] = value
-        return fields, found
-    try:
-        body = json.loads(await http.body(), parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON; accepted: application/json or multipart/form-data") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body is not a JSON object")
-    for name in files:
-        value = body.pop(name, None)
-        for item in value if isinstance(value, list) else [value]:
-            if item is not None and not isinstance(item, str):
-                raise ApiError(400, f"{name} is not a file; accepted: a file, base64 text or a data URL", param=name)
-            if item is not None:
-                found.setdefault(name, []).append(item.encode("utf-8", "replace"))
-    return body, found
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")

@@ -98,7 +98,7 @@ class Guards:
 
     def _length(self, headers: dict[str, str]) -> ApiError | None:
         length = headers.get("content-length", "0")
-        return self._too_large() if length.isdigit() and int(length) > self.settings.max_body else None
+        return self._too_large() if length.isdecimal() and int(length) > self.settings.max_body else None
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is too large; accepted: at most {self.settings.max_body} bytes")

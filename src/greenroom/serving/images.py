@@ -15,8 +15,9 @@ from fastapi.responses import Response, StreamingResponse
 
 from greenroom.engine import Job, OmniResult, RequestCancelled
 from greenroom.engine.media import as_picture, read_image, write_image
-from greenroom.serving.context import Context, changes, event, read_fields
+from greenroom.serving.context import Context, changes, event
 from greenroom.serving.errors import ApiError, as_api_error
+from greenroom.serving.forms import bytes_or_text, form_words, read_fields
 from greenroom.serving.schemas import ImageEdit, ImageGeneration, parse
 
 
@@ -31,7 +32,7 @@ def router(context: Context) -> APIRouter:
     @routes.post(
         "/edits",
         summary="Draw pictures from a prompt and a picture.",
-        openapi_extra=_form(ImageEdit, {"image": True, "mask": False}),
+        openapi_extra=form_words(ImageEdit, {"image": True, "mask": False}),
     )
     async def edits(http: HttpRequest) -> Response:
         fields, files = await read_fields(http, ("image", "mask"))
@@ -47,21 +48,11 @@ def router(context: Context) -> APIRouter:
 
 
 def _read(context: Context, files: dict[str, list[bytes]]) -> dict[str, Any]:
-    pictures = [read_image(_bytes_or_text(f), context.media_limits, "image") for f in files["image"]]
+    pictures = [read_image(bytes_or_text(f), context.media_limits, "image") for f in files["image"]]
     inputs: dict[str, Any] = {"image": pictures if len(pictures) > 1 else pictures[0]}
     if files.get("mask"):
-        inputs["mask_image"] = read_image(_bytes_or_text(files["mask"][0]), context.media_limits, "mask")
+        inputs["mask_image"] = read_image(bytes_or_text(files["mask"][0]), context.media_limits, "mask")
     return inputs
-
-
-def _bytes_or_text(data: bytes) -> bytes | str:
-    """The bytes of a file, or text that stands for one."""
-    if data[:5] in (b"data:", b"http:", b"https", b"file:"):
-        return data.decode("utf-8", "replace")
-    magic = (b"\x89PNG", b"\xff\xd8", b"RIFF", b"BM", b"GIF8")
-    if data.startswith(magic) or not data.isascii():
-        return data
-    return data.decode("ascii")
 
 
 async def _answer(
@@ -141,7 +132,7 @@ async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job)
         try:
             result = job.future.result()
         except Exception as error:
-            context.failed(kind, error)
+            context.metrics.failed(kind, error)
             yield event("error", as_api_error(error).body)
             return
         body, pictures = await asyncio.to_thread(_body, context, kind, words, result)
@@ -152,13 +143,4 @@ async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job)
         # Also reached when the client goes away in the middle.
         context.give_up(job)
         if not told:
-            context.failed(kind, RequestCancelled("the client went away"))
-
-
-def _form(kind: Any, files: dict[str, bool]) -> dict[str, Any]:
-    """The OpenAPI words for a route that takes a form with files, or JSON with base64 text in their place."""
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    properties = {**schema["properties"], **{f: {"type": "string", "format": "binary"} for f in files}}
-    required = [*schema.get("required", []), *(f for f, needed in files.items() if needed)]
-    body = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": body}}}}
+            context.metrics.failed(kind, RequestCancelled("the client went away"))

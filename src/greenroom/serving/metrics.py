@@ -10,7 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from greenroom.engine import Engine, Figures, OmniMetrics
+from greenroom.serving.errors import CLIENT_CLOSED_REQUEST, as_api_error
 
+# HTTP status -> outcome, where it is not "refused" (4xx) or "failed" (5xx).
+_OUTCOMES = {408: "timeout", 429: "refused_busy", CLIENT_CLOSED_REQUEST: "cancelled", 503: "unavailable"}
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -47,6 +50,14 @@ class Metrics:
         self._stalls.inc(metrics.stalls)
         self._steps.inc(metrics.steps)
         self._retries.inc(metrics.retries)
+
+    def failed(self, kind: str, error: BaseException) -> None:
+        """Counts a request that gave no result, by what its client is told."""
+        status = as_api_error(error).status if isinstance(error, Exception) else CLIENT_CLOSED_REQUEST
+        outcome = _OUTCOMES.get(status)
+        if outcome is None:
+            outcome = "refused" if status < 500 else "failed"
+        self.requests.labels(kind, outcome).inc()
 
     def page(self) -> bytes:
         return generate_latest(self.registry)

@@ -155,8 +155,7 @@ class VideoStore:
         except Exception as error:
             told = as_api_error(error)
             video.error_code, video.error_message = told.code, told.message
-            outcome = "cancelled" if video.job.cancelled else "failed"
-            self._metrics.requests.labels("video", outcome).inc()
+            self._metrics.failed("video", error)
         finally:
             video.expires_at = int(time.time() + self._settings.video_lifetime)
             # The frames are on disk; in memory they would stay for as long as the video is kept.

@@ -11,9 +11,9 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from greenroom.engine.media import read_image
-from greenroom.serving.context import Context, changes, event, read_fields
+from greenroom.serving.context import Context, changes, event
 from greenroom.serving.errors import ApiError
-from greenroom.serving.images import _bytes_or_text, _form
+from greenroom.serving.forms import bytes_or_text, form_words, read_fields
 from greenroom.serving.schemas import VideoCreation, parse
 from greenroom.serving.store import StoredVideo, VideoStore
 
@@ -24,7 +24,7 @@ def router(context: Context, store: VideoStore) -> APIRouter:
     """The routes for videos."""
     routes = APIRouter(prefix="/v1/videos", tags=["videos"])
 
-    @routes.post("", summary="Start a video.", openapi_extra=_form(VideoCreation, {"input_reference": False}))
+    @routes.post("", summary="Start a video.", openapi_extra=form_words(VideoCreation, {"input_reference": False}))
     async def create(http: HttpRequest) -> Response:
         fields, files = await read_fields(http, ("input_reference",))
         words: VideoCreation = parse(VideoCreation, fields)
@@ -35,7 +35,7 @@ def router(context: Context, store: VideoStore) -> APIRouter:
             raise ApiError(400, "input_reference is given twice", param="input_reference")
         inputs: dict[str, Any] = {}
         if references:
-            data = _bytes_or_text(references[0])
+            data = bytes_or_text(references[0])
             inputs["image"] = await asyncio.to_thread(read_image, data, context.media_limits, "input_reference")
             if not context.omni.can_take("image"):
                 raise ApiError(400, "input_reference: this model takes no picture", param="input_reference")
