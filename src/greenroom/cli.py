@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from greenroom.errors import ConfigError, GreenroomError
 
@@ -25,6 +26,16 @@ OffloadOption = Annotated[
         "--diffusion-offload-config",
         help='JSON, such as \'{"mode": "layer", "components": ["dit", "text_encoder"]}\'.',
     ),
+]
+ModelLevelOption = Annotated[bool, typer.Option("--enable-cpu-offload", help="Model-level offloading.")]
+LayerwiseOption = Annotated[bool, typer.Option("--enable-layerwise-offload", help="Layerwise offloading.")]
+BudgetOption = Annotated[
+    str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
+]
+VariantOption = Annotated[str | None, typer.Option(help='Weights of a variant, such as "fp16".')]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+RemoteCodeOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")
 ]
 DeviceOption = Annotated[
     str | None,
@@ -66,8 +77,13 @@ def _told(error: Exception, memory_budget: str | None) -> str:
     return str(error)
 
 
+def _say(text: str, lead: str = "", to: Console = console) -> None:
+    """Prints a text as it is, whatever brackets it holds, behind a lead in rich's markup."""
+    to.print(lead + escape(text), highlight=False, soft_wrap=True)
+
+
 def _fail(message: str) -> typer.Exit:
-    errors.print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
+    _say(message, "[bold red]error:[/] ", errors)
     return typer.Exit(2)
 
 
@@ -91,13 +107,9 @@ def generate(
     prompt: Annotated[str, typer.Option(help="What to draw.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("out.png"),
     diffusion_offload_config: OffloadOption = None,
-    enable_cpu_offload: Annotated[bool, typer.Option("--enable-cpu-offload", help="Model-level offloading.")] = False,
-    enable_layerwise_offload: Annotated[
-        bool, typer.Option("--enable-layerwise-offload", help="Layerwise offloading.")
-    ] = False,
-    memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
-    ] = None,
+    enable_cpu_offload: ModelLevelOption = False,
+    enable_layerwise_offload: LayerwiseOption = False,
+    memory_budget: BudgetOption = None,
     device: DeviceOption = None,
     negative_prompt: Annotated[str | None, typer.Option(help="What to keep out of the picture.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same bits, whatever the strategy.")] = 0,
@@ -139,25 +151,21 @@ def generate(
     output.parent.mkdir(parents=True, exist_ok=True)
     picture.save(output)
     if report is not None:
-        console.print(str(report), highlight=False, soft_wrap=True)
-    console.print(f"[green]wrote[/] {output}", highlight=False, soft_wrap=True)
+        _say(str(report))
+    _say(str(output), "[green]wrote[/] ")
 
 
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
-    memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
-    ] = None,
+    memory_budget: BudgetOption = None,
     device: Annotated[
         str | None,
         typer.Option(help='The device whose memory "80%" is of. Default: the accelerator that is present.'),
     ] = None,
-    variant: Annotated[str | None, typer.Option(help='Weights of a variant, such as "fp16".')] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")
-    ] = False,
+    variant: VariantOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: RemoteCodeOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Says what each strategy would keep on the device and move, without reading a weight."""
@@ -176,9 +184,9 @@ def plan(
     if as_json:
         typer.echo(json.dumps({**asdict(planned), "loading": loaded.report.to_dict()}))
         return
-    console.print(describe(planned), highlight=False, soft_wrap=True)
+    _say(describe(planned))
     for name, why in loaded.report.fallbacks.items():
-        console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+        _say(f"{name}: {why}")
 
 
 @app.command()
@@ -186,10 +194,8 @@ def serve(
     model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
     omni: Annotated[bool, typer.Option("--omni", help="Accepted; every model is served this way.")] = True,
     diffusion_offload_config: OffloadOption = None,
-    enable_cpu_offload: Annotated[bool, typer.Option("--enable-cpu-offload", help="Model-level offloading.")] = False,
-    enable_layerwise_offload: Annotated[
-        bool, typer.Option("--enable-layerwise-offload", help="Layerwise offloading.")
-    ] = False,
+    enable_cpu_offload: ModelLevelOption = False,
+    enable_layerwise_offload: LayerwiseOption = False,
     enable_distributed_layerwise_offload: Annotated[
         bool, typer.Option("--enable-distributed-layerwise-offload", help="Layerwise over several ranks.")
     ] = False,
@@ -207,16 +213,12 @@ def serve(
     rank_timeout: Annotated[
         float, typer.Option(min=3, help="Seconds without a sign of life after which a rank counts as dead.")
     ] = 30.0,
-    memory_budget: Annotated[
-        str | None, typer.Option("--memory-budget", help='Device memory to use, such as "12GiB" or "80%".')
-    ] = None,
+    memory_budget: BudgetOption = None,
     device: DeviceOption = None,
     dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
-    variant: Annotated[str | None, typer.Option(help='Weights of a variant, such as "fp16".')] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings along.")
-    ] = False,
+    variant: VariantOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: RemoteCodeOption = False,
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients see.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
@@ -286,14 +288,12 @@ def serve(
     except torch.OutOfMemoryError as error:
         raise _fail(f"the device has too little memory for what is to stay on it; offload more ({error})") from None
     report = engine.report()
-    console.print(
-        str(report) if report is not None else f"not offloaded, on {engine.device}", highlight=False, soft_wrap=True
-    )
+    _say(str(report) if report is not None else f"not offloaded, on {engine.device}")
     shown = f"[{host}]" if ":" in host else host
-    console.print(f"[green]serving[/] {model} on http://{shown}:{port}", highlight=False, soft_wrap=True)
+    _say(f"{model} on http://{shown}:{port}", "[green]serving[/] ")
     run(engine, settings, listener, log_level=log_level)
     if engine.status.cause is not None:
-        errors.print(f"[bold red]error:[/] ended without {engine.status.cause}", highlight=False, soft_wrap=True)
+        _say(f"ended without {engine.status.cause}", "[bold red]error:[/] ", errors)
         raise typer.Exit(1)
 
 

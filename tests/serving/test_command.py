@@ -25,6 +25,7 @@ from ports import free_port
         (["--memory-budget", "1kB"], "--memory-budget = '1kB' is not accepted; accepted: at least"),
         (["--memory-budget", "9999TiB"], "--memory-budget = '9999TiB' is not accepted; accepted: at most"),
         (["--dtype", "float8"], "--dtype = 'float8' is not accepted"),
+        (["--dtype", "[/x]"], "--dtype = '[/x]' is not accepted"),
         (["--log-level", "loud"], "--log-level = 'loud' is not accepted; accepted: critical"),
         (["--diffusion-offload-config", '{"mode": "layers"}'], "mode = 'layers' is not accepted"),
         (["--diffusion-offload-config", "{"], "diffusion_offload_config"),
