@@ -53,6 +53,8 @@ def serving(omni: Omni, settings: ServerSettings | None = None) -> Iterator[Live
     """Serves `omni` on 127.0.0.1 until the block ends."""
     with running(omni, settings or ServerSettings(shutdown_timeout=5), stops_within=30) as (url, app):
         yield Live(url, omni, app)
+    # Or what it draws holds the device's memory through the files that follow.
+    assert omni.shutdown(timeout_s=10), "the engine did not stop"
 
 
 @contextlib.contextmanager
