@@ -117,6 +117,22 @@ def test_prompts_may_be_text_mappings_or_lists(omni: Any) -> None:
     assert np.array_equal(_drawn(two), _drawn(alone)) and not np.array_equal(_drawn(one), _drawn(two))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "field", "told"),
+    [
+        (5, "prompt", "prompt = 5 is not accepted"),
+        ([PROMPT, b"bytes"], "prompt", "prompt = b'bytes' is not accepted"),
+        ({"prompt": PROMPT, "image": []}, "image", "image = [] is not accepted"),
+        ({"prompt": PROMPT, "image": Path("no", "such.png")}, "image", "image cannot be read"),
+        ({"prompt": PROMPT, "picture": "x.png"}, "picture", "picture is not part of a prompt"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(omni: Any, prompts: Any, field: str, told: str) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        omni.generate(prompts, STEPS, progress=False)
+    assert refused.value.field == field and told in str(refused.value)
+
+
 def test_output_i_is_drawn_with_seed_plus_i(omni: Any) -> None:
     both = omni.generate(PROMPT, {"seed": 3, "num_outputs_per_prompt": 2, **STEPS}, progress=False)[0]
     assert len(both.images) == 2

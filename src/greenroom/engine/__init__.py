@@ -9,11 +9,12 @@ from greenroom.engine.errors import DoesNotFit, QueueFull, RequestCancelled, Req
 from greenroom.engine.figures import Figures
 from greenroom.engine.group import rank as world_rank
 from greenroom.engine.job import Job, OmniMetrics, OmniResult, Request
-from greenroom.engine.omni import EngineStatus, Omni, RankStatus
+from greenroom.engine.omni import Omni
 from greenroom.engine.ranks.front import OmniRanks
 from greenroom.engine.ranks.start import start_engine
 from greenroom.engine.ranks.torchrun import serve_rank
 from greenroom.engine.sampling import OmniDiffusionSamplingParams, pipeline_parameters
+from greenroom.engine.status import EngineStatus, RankStatus
 
 Engine: TypeAlias = Omni | OmniRanks
 """What serves requests: one process, or several behind one queue."""

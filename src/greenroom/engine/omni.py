@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,48 +13,22 @@ import torch
 
 from greenroom.accelerator import Accelerator, find_device
 from greenroom.api import offload
-from greenroom.config import OffloadConfig, parse_config
+from greenroom.config import OffloadConfig
 from greenroom.engine import group
-from greenroom.engine.errors import DoesNotFit, RequestRefused, WorkerDied
+from greenroom.engine.errors import DoesNotFit, WorkerDied
 from greenroom.engine.facts import ModelFacts, facts_of
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
-from greenroom.engine.media import MediaLimits, read_image
+from greenroom.engine.prompts import Prompt, SamplingWords, generate_each
 from greenroom.engine.runner import Runner
-from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.engine.status import EngineStatus
 from greenroom.engine.together import Together, check_ranks
 from greenroom.engine.view import LiveView
+from greenroom.engine.words import configuration, with_budget
 from greenroom.engine.worker import Worker
 from greenroom.errors import ConfigError, GreenroomError, OffloadError
 from greenroom.handle import Handle, Report
 from greenroom.loading import LoadReport, check_dtype, load_checkpoint
-from greenroom.memory import Memory
-
-LOADING = ("variant", "revision", "local_files_only", "trust_remote_code")
-"""Words of an engine that say how to load."""
-_INPUTS = ("prompt", "negative_prompt", "image", "mask_image", "last_image", "video")
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """How one rank does: `running` is the request it serves, `cause` what ended it."""
-
-    rank: int
-    alive: bool
-    running: str | None
-    cause: str | None
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """How the engine does. `cause` says what ended the worker; `ranks` is empty for an engine of one process."""
-
-    alive: bool
-    asleep: bool
-    waiting: int
-    running: str | None
-    cause: str | None
-    ranks: tuple[RankStatus, ...] = ()
 
 
 class Omni:
@@ -127,43 +100,45 @@ class Omni:
         self._lock = threading.Lock()
         self._asleep = False
         self._closed = False
+        self.model: str
+        self.pipeline: Any
         self.load_report: LoadReport | None = None
-        if isinstance(model, str | os.PathLike):
-            with group.told_of_failures(self._config):
-                loaded = load_checkpoint(
-                    model,
-                    dtype=dtype,
-                    variant=variant,
-                    revision=revision,
-                    local_files_only=local_files_only,
-                    trust_remote_code=trust_remote_code,
-                )
-            self.pipeline: Any = loaded.pipeline
-            self.load_report = loaded.report
-            recommended = loaded.recommended
-            # A path of this machine is nobody else's business.
-            self.model = Path(model).resolve().name if Path(model).is_dir() else os.fspath(model)
-        elif callable(model) and hasattr(model, "components"):
-            self.pipeline, recommended = model, {}
-            self.model = type(model).__name__
-        else:
-            raise ConfigError("model", model, "a folder, a hub id or a diffusers pipeline")
-        if self._together is not None:
-            with group.told_of_failures(self._config):
+        self._recommended: dict[str, Any] = {}
+        with group.told_of_failures(self._config):
+            self._take(
+                model,
+                dtype=dtype,
+                variant=variant,
+                revision=revision,
+                local_files_only=local_files_only,
+                trust_remote_code=trust_remote_code,
+            )
+            if self._together is not None:
                 self._together.spread(self.pipeline)
-        self._recommended: dict[str, Any] = dict(recommended)
-        self.facts: ModelFacts = facts_of(self.pipeline, recommended)
+        self.facts: ModelFacts = facts_of(self.pipeline, self._recommended)
         self._handle: Handle | None = None
         self._runner: Runner | None = None
         self._view: LiveView | None = None
         self._worker = self._start()
 
+    def _take(self, model: str | os.PathLike[str] | Any, **how: Any) -> None:
+        """Loads the model as `load_checkpoint` does, or takes a pipeline as it is."""
+        if isinstance(model, str | os.PathLike):
+            loaded = load_checkpoint(model, **how)
+            self.pipeline, self.load_report, self._recommended = loaded.pipeline, loaded.report, loaded.recommended
+            # A path of this machine is nobody else's business.
+            self.model = Path(model).resolve().name if Path(model).is_dir() else os.fspath(model)
+        elif callable(model) and hasattr(model, "components"):
+            self.pipeline, self.model = model, type(model).__name__
+        else:
+            raise ConfigError("model", model, "a folder, a hub id or a diffusers pipeline")
+
     # ------------------------------------------------------------------ generating
 
     def generate(
         self,
-        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
-        sampling_params: OmniDiffusionSamplingParams | Mapping[str, Any] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingWords = None,
         *,
         progress: bool = True,
     ) -> list[OmniResult]:
@@ -446,97 +421,4 @@ class Omni:
         self._asleep = self._worker.paused = False
 
 
-def generate_each(
-    engine: Any,
-    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
-    sampling_params: OmniDiffusionSamplingParams | Mapping[str, Any] | None,
-    *,
-    progress: bool,
-) -> list[OmniResult]:
-    """`generate` of any engine that takes requests; see `Omni.generate`."""
-    params = OmniDiffusionSamplingParams.of(sampling_params)
-    items = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-    requests = [Request(prompt_inputs(item), params, progress=progress) for item in items]
-    jobs: list[Job] = []
-    try:
-        for request in requests:
-            jobs.append(engine.submit(request))
-        return [job.future.result() for job in jobs]
-    except BaseException:
-        for job in jobs:
-            job.cancel("another prompt of the same call failed")
-        raise
-
-
-def configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
-    """What the words of an engine say about offloading, checked; None where they say nothing.
-
-    Args:
-        words: all but those that say where to compute and how many requests to take; those for loading pass.
-
-    Raises:
-        ConfigError: a word for offloading is not accepted.
-        TypeError: a word is neither for offloading nor for loading.
-    """
-    config, budget = words.get("diffusion_offload_config"), words.get("memory_budget")
-    flags = {k: v for k, v in words.items() if k not in ("diffusion_offload_config", "memory_budget", *LOADING)}
-    if budget is not None:
-        Memory.parse(budget, "memory_budget")  # which calls it `memory`
-    parsed = parse_config(config, memory=budget, **flags)
-    said = config is not None or budget is not None
-    return parsed if said or any(v for k, v in flags.items() if k.startswith("enable_")) else None
-
-
-def with_budget(config: OffloadConfig | None, memory_budget: int | float | str) -> OffloadConfig:
-    """The configuration of an engine with another budget.
-
-    Raises:
-        ConfigError: not an amount of memory, or there is nothing that is offloaded.
-    """
-    budget = Memory.parse(memory_budget, "memory_budget")
-    if config is None:
-        raise ConfigError("memory_budget", memory_budget, "nothing: this pipeline is not offloaded")
-    return config.with_budget(budget)
-
-
-def prompt_inputs(prompt: str | Mapping[str, Any], limits: MediaLimits | None = None) -> dict[str, Any]:
-    """What a prompt stands for, by the names of a pipeline's call; images are read.
-
-    Raises:
-        RequestRefused: not a prompt, an unknown key, or an image that cannot be read.
-    """
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    if not isinstance(prompt, Mapping):
-        raise RequestRefused(
-            "prompt", f"prompt = {prompt!r} is not accepted; accepted: text, or a mapping with 'prompt'"
-        )
-    for key in prompt:
-        if key not in _INPUTS:
-            raise RequestRefused(str(key), f"{key} is not part of a prompt; accepted: {', '.join(_INPUTS)}")
-    inputs = {k: v for k, v in prompt.items() if v is not None}
-    for name in ("image", "mask_image", "last_image"):
-        if name in inputs:
-            value = inputs[name]
-            images = [_read(v, name, limits) for v in (value if isinstance(value, list | tuple) else [value])]
-            inputs[name] = images if isinstance(value, list | tuple) and len(images) > 1 else images[0]
-    return inputs
-
-
-def _read(value: Any, field: str, limits: MediaLimits | None) -> Any:
-    if isinstance(value, os.PathLike) or (isinstance(value, str) and len(value) < 4096 and os.path.isfile(value)):
-        with open(value, "rb") as file:
-            return read_image(file.read(), limits, field)
-    return read_image(value, limits, field)
-
-
-__all__ = [
-    "LOADING",
-    "EngineStatus",
-    "Omni",
-    "RankStatus",
-    "configuration",
-    "generate_each",
-    "prompt_inputs",
-    "with_budget",
-]
+__all__ = ["Omni"]

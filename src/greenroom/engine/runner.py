@@ -13,7 +13,7 @@ from torch import nn
 
 from greenroom.accelerator import Accelerator
 from greenroom.engine.errors import DoesNotFit, RequestRefused
-from greenroom.engine.job import Job, OmniMetrics, OmniResult
+from greenroom.engine.job import Job, OmniMetrics, OmniResult, Request
 from greenroom.engine.sampling import call_arguments
 from greenroom.engine.variants import Siblings, takes
 from greenroom.errors import BudgetExceeded, GreenroomError
@@ -89,20 +89,11 @@ class Runner:
                 if self.handle is not None:
                     self.handle.raise_excess()
         except (ValueError, TypeError, AssertionError, RuntimeError) as error:
-            if watch.denoising_since is not None:
-                raise
-            if isinstance(error, RuntimeError):
-                # Shapes that do not fit together, where a pipeline takes several pictures for several requests.
-                several = next((k for k, v in request.inputs.items() if isinstance(v, list)), None)
-                if several is None or isinstance(error, _NOT_THE_REQUESTS):
-                    raise
-                raise RequestRefused(
-                    several, f"{several}: this pipeline refused {len(request.inputs[several])} pictures ({error})"
-                ) from error
             # Pipelines check their inputs before they compute.
-            raise RequestRefused(
-                _named_field(str(error), arguments), f"the pipeline refused the request: {error}"
-            ) from error
+            refusal = _refusal(error, request, arguments) if watch.denoising_since is None else None
+            if refusal is None:
+                raise
+            raise refusal from error
         finally:
             # Also after a failure: what takes turns on the device leaves it.
             with contextlib.suppress(AttributeError):
@@ -224,6 +215,19 @@ class _Watch:
             yield
         finally:
             del scheduler.step
+
+
+def _refusal(error: Exception, request: Request, arguments: Mapping[str, Any]) -> RequestRefused | None:
+    """What a pipeline's error before its first denoising step says of the request; None where that is not at fault."""
+    if not isinstance(error, RuntimeError):
+        return RequestRefused(_named_field(str(error), arguments), f"the pipeline refused the request: {error}")
+    # Shapes that do not fit together, where a pipeline takes several pictures for several requests.
+    several = next((k for k, v in request.inputs.items() if isinstance(v, list)), None)
+    if several is None or isinstance(error, _NOT_THE_REQUESTS):
+        return None
+    return RequestRefused(
+        several, f"{several}: this pipeline refused {len(request.inputs[several])} pictures ({error})"
+    )
 
 
 def _outputs(output: Any) -> tuple[Any, Any, Any]:

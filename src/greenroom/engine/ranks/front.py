@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as PatienceEnded  # not the built-in one before Python 3.11
 from dataclasses import replace
@@ -20,12 +20,13 @@ from greenroom.engine.errors import QueueFull, WorkerDied
 from greenroom.engine.facts import ModelFacts
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
-from greenroom.engine.omni import LOADING, EngineStatus, RankStatus, configuration, generate_each, with_budget
+from greenroom.engine.prompts import Prompt, SamplingWords, generate_each
 from greenroom.engine.ranks.dispatch import Dispatch
 from greenroom.engine.ranks.launch import Launcher, Processes
 from greenroom.engine.ranks.link import GONE, READY, Link
 from greenroom.engine.ranks.wire import BEAT, Begin, Ready
-from greenroom.engine.sampling import OmniDiffusionSamplingParams
+from greenroom.engine.status import EngineStatus, RankStatus
+from greenroom.engine.words import LOADING, configuration, with_budget
 from greenroom.errors import ConfigError, NotSupportedError
 from greenroom.handle import Report
 from greenroom.loading import LoadReport, check_dtype
@@ -113,8 +114,8 @@ class OmniRanks(Dispatch):
 
     def generate(
         self,
-        prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
-        sampling_params: OmniDiffusionSamplingParams | Mapping[str, Any] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingWords = None,
         *,
         progress: bool = False,
     ) -> list[OmniResult]:
