@@ -11,10 +11,9 @@ import contextlib
 import functools
 import itertools
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,17 +21,17 @@ from torch import nn
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
-from greenroom.distributed.step import Budget
 from greenroom.errors import OffloadError
 from greenroom.host import HostUnit, module_tensors, movable
-from greenroom.memory import format_bytes
-from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
 from greenroom.strategies.additions import adapt, tensor_ids
+from greenroom.strategies.blocks import around_block
 from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of_graphs
 from greenroom.strategies.calls import refuse_strangers, running, unwatch, watch
 from greenroom.strategies.entry import Door, Occupancy
+from greenroom.strategies.keeper import Keeper, SharedKeeper
 from greenroom.strategies.kept import views_into
 from greenroom.strategies.layout import Layout, Share
+from greenroom.strategies.masters import Masters
 from greenroom.strategies.outside import watch_parts
 from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
 from greenroom.strategies.probe import Probe, Timing
@@ -42,44 +41,6 @@ from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
 _RUNS_BLOCKS_MANY_TIMES = frozenset({"generate", "sample"})
-
-
-class Keeper(Protocol):
-    """Who keeps a memory budget: chooses the layout, and watches what the calls need."""
-
-    def first_layout(self, runtime: Runtime) -> Layout: ...
-
-    def least_layout(self, runtime: Runtime) -> Layout: ...
-
-    def room(self, runtime: Runtime, part: Part) -> int:
-        """Bytes that are left beside what is on the device and what `part` needs to compute."""
-
-    def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
-        """Before a part is brought in."""
-
-    def entered(self, runtime: Runtime, part: Part, door: str) -> None:
-        """After it was, before it computes."""
-
-    def left(self, runtime: Runtime, part: Part, door: str, failed: bool) -> None:
-        """After it has computed."""
-
-    def shrink(self, runtime: Runtime, part: Part, error: torch.OutOfMemoryError) -> None:
-        """After it ran out of memory: frees some, or raises when nothing is left to give."""
-
-    def call_ended(self, runtime: Runtime) -> None: ...
-
-    def changed(self, runtime: Runtime) -> None:
-        """After parts were cut again or added to."""
-
-
-@runtime_checkable
-class SharedKeeper(Keeper, Protocol):
-    """A keeper whose choice of what stays is that of all ranks."""
-
-    def in_common(self, runtime: Runtime) -> Budget: ...
-
-    def stays(self, part: Part) -> frozenset[int]:
-        """The blocks of `part` that are to stay from now on."""
 
 
 class Runtime:
@@ -130,10 +91,7 @@ class Runtime:
         """The latest forward of each part that was timed."""
         self._to_time: set[str] = set()
         self._probes: dict[str, Probe] = {}
-        self.pinned_bytes = 0
-        self.unpinned_bytes = 0
-        self._unpinnable = 0
-        self._staging_bytes = 0
+        self.masters = Masters(accelerator, config, self.copier)
         self._modules: dict[str, weakref.ref[nn.Module]] = {}
         self._block_modules: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._block_hooks: dict[str, list[Bracket]] = {}
@@ -192,17 +150,19 @@ class Runtime:
             part.known = tensor_ids(component.module)
         self._undo.callback(self._restore_additions)
         units = [*(u for part in self.parts for u in part.units), *((shared,) if shared.tensors else ())]
-        self._reserve_staging(units)
+        self.masters.reserve_staging(units)
         for unit in units:
             self._undo.callback(unit.restore)
         if self.sharing is not None:
             for unit in self.sharing.adopt(self.accelerator, self.parts, layout):
-                self._lock(unit)
+                assert unit.shared is not None
+                if unit.shared is not unit.master:  # of a block that is gathered, only this rank's share is copied
+                    unit.pinned = self._lock_shared(unit.shared)
         for unit in units:
             if unit.master is None:
-                self._adopt(unit)
-        self._undo.callback(self._end_staging)
-        self._stage()
+                self.masters.adopt(unit)
+        self._undo.callback(self.masters.end_staging)
+        self.masters.stage(max((u.nbytes for u in units), default=0))
         self._undo.callback(self._drop_all)
         self.bring_what_stays()
         if self.sharing is not None:
@@ -236,85 +196,16 @@ class Runtime:
                 raise
             self.apply(self.keeper.least_layout(self))
 
-    def _lock(self, unit: HostUnit) -> None:
-        """Page-locks a master that the ranks share, unless only a share of it is copied from here."""
-        assert unit.shared is not None
-        if unit.shared is not unit.master:
-            unit.pinned = self._lock_memory(unit.shared)
+    def _lock_shared(self, memory: torch.Tensor) -> bool:
+        """Page-locks memory that ranks share."""
+        assert self.sharing is not None and self.sharing.masters is not None
+        return self.masters.lock(memory, self.sharing.masters.pin)
 
     def _lock_shard(self, shard: torch.Tensor) -> bool:
-        locked = self._lock_memory(shard)
-        if not locked and not self.accelerator.is_cpu and self.copier.stager is None:
-            self._open_stager(shard.nbytes)
+        locked = self._lock_shared(shard)
+        if not locked:
+            self.masters.open_stager(shard.nbytes)
         return locked
-
-    def _lock_memory(self, memory: torch.Tensor) -> bool:
-        """Page-locks shared memory as far as the configuration asks for it and the system allows."""
-        assert self.sharing is not None and self.sharing.masters is not None
-        if self._may_pin(memory.nbytes):
-            try:
-                self.sharing.masters.pin(memory)
-                self.pinned_bytes += memory.nbytes
-                return True
-            except NotImplementedError:
-                self._unpinnable += memory.nbytes  # such devices copy through the staging ring
-            except RuntimeError:
-                if self.config.pin_failure_policy == "fail":
-                    raise
-                self._unpinnable += memory.nbytes
-        self.unpinned_bytes += memory.nbytes
-        return False
-
-    def _may_pin(self, nbytes: int) -> bool:
-        """Whether the configuration lets `nbytes` more be page-locked."""
-        pin = self.config.pin_memory
-        wanted = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + nbytes <= pin
-        return wanted and not self.accelerator.is_cpu
-
-    def _adopt(self, unit: HostUnit) -> None:
-        pinned = self._may_pin(unit.nbytes)
-        try:
-            unit.adopt(functools.partial(self.accelerator.host_buffer, pin=pinned), pinned=pinned)
-        except RuntimeError:
-            if not pinned or self.config.pin_failure_policy == "fail":
-                raise
-            pinned = False
-            self._unpinnable += unit.nbytes
-            unit.adopt(functools.partial(self.accelerator.host_buffer, pin=False), pinned=False)
-        if pinned:
-            self.pinned_bytes += unit.nbytes
-        else:
-            self.unpinned_bytes += unit.nbytes
-
-    def _reserve_staging(self, units: Sequence[HostUnit]) -> None:
-        """Sets aside, of a pin budget that is too small for all masters, what staging the others takes."""
-        pin = self.config.pin_memory
-        if not isinstance(pin, bool) and sum(u.nbytes for u in units) > pin:
-            self._staging_bytes = BUFFERS * max(512, min(CHUNK_BYTES, pin // (8 * BUFFERS)) // 512 * 512)
-
-    def _stage(self) -> None:
-        """Opens the staging ring if there are masters that are not pinned."""
-        if self._unpinnable:
-            warnings.warn(
-                f"{format_bytes(self._unpinnable)} of weights could not be pinned and stay pageable: their copies take "
-                "longer",
-                stacklevel=2,
-            )
-        if self.unpinned_bytes and not self.accelerator.is_cpu:
-            self._open_stager(max(u.nbytes for part in self.parts for u in part.units))
-
-    def _open_stager(self, widest: int) -> None:
-        chunk = self._staging_bytes // BUFFERS or min(CHUNK_BYTES, widest)
-        try:
-            self.copier.stager = Stager(self.accelerator, self.copier.stream, chunk)
-        except RuntimeError:
-            return  # plain copies from pageable memory work, and make the host wait
-        self.pinned_bytes += self.copier.stager.nbytes
-
-    def _end_staging(self) -> None:
-        stager, self.copier.stager = self.copier.stager, None
-        if stager is not None:
-            stager.close()
 
     def _hang_door(self, part: Part, component: Component) -> None:
         if type(component.wrapper).__name__ == "OptimizedModule":
@@ -373,7 +264,7 @@ class Runtime:
             part.copies.clear()
             part.kept.clear()
             part.additions.clear()
-        self._end_staging()
+        self.masters.end_staging()
         self.copier.on_kept = None
         self.shared_copies.clear()
         self.parts.clear()
@@ -449,7 +340,7 @@ class Runtime:
         for reference, block in zip(self._block_modules[part.name], part.blocks, strict=True):
             module = reference()
             if module is not None and block.unit.tensors:
-                hooks.append(_around_block(module, stream, block))
+                hooks.append(around_block(module, stream, block))
         if not part.watched and part.name not in self._looks:
             found = functools.partial(self._set_apart, part)
             self._looks[part.name] = watch_parts(self._block_modules[part.name], part.blocks, found)
@@ -772,37 +663,29 @@ class Runtime:
 
     def adopt_again(self, unit: HostUnit, tensors: Sequence[torch.Tensor]) -> None:
         """Lets a unit that is not on the device stand for other tensors from now on."""
-        self._disown(unit)
+        self.masters.disown(unit)
         unit.retake(tensors)
         if unit.tensors:
-            self._adopt(unit)
+            self.masters.adopt(unit)
 
     def let_go(self, unit: HostUnit, stays: Sequence[torch.Tensor]) -> None:
         """Gives all tensors of a unit that is not on the device memory of their own; those that stay are meant to be
         adopted again."""
-        self._disown(unit)
+        self.masters.disown(unit)
         unit.retake(stays)
-
-    def _disown(self, unit: HostUnit) -> None:
-        if unit.master is not None:
-            if unit.pinned:
-                self.pinned_bytes -= unit.nbytes
-            else:
-                self.unpinned_bytes -= unit.nbytes
-        unit.restore()
 
     def add(self, part: Part, tensors: Sequence[torch.Tensor], block: int | None) -> None:
         """Takes over tensors that came to `part` later; see `Addition`."""
         where = part.rest.name if block is None else part.blocks[block].unit.name
         addition = Addition(HostUnit(f"{where}, added", tensors), block)
-        self._adopt(addition.unit)
+        self.masters.adopt(addition.unit)
         part.additions.append(addition)
 
     def drop_all_additions(self, part: Part) -> None:
         """Gives what was added to `part` back its own memory."""
         for addition in part.additions:
             self.copier.drop(addition.copies, thorough=True)
-            self._disown(addition.unit)
+            self.masters.disown(addition.unit)
         part.additions.clear()
 
     def widen_ring(self) -> None:
@@ -891,42 +774,6 @@ def reference_to(pipeline: Any) -> Callable[[], Any]:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // 512) * 512
-
-
-def _around_block(module: nn.Module, stream: BlockStream, block: StreamedBlock) -> Bracket:
-    before, after = functools.partial(_before, stream, block), functools.partial(_after, stream, block)
-
-    def hooks(module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
-
-    return Bracket(module, before, after, hooks)
-
-
-def _before(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-    stream.enter(block)
-
-
-def _after(stream: BlockStream, block: StreamedBlock, module: nn.Module, args: Any, output: Any) -> None:
-    stream.leave(block)
-    if block.fixed is None and torch.is_grad_enabled():
-        _refuse_gradients(output)
-
-
-def _refuse_gradients(output: Any) -> None:
-    """Lets backward fail where it would read weights whose place another block has taken since."""
-    for value in output if isinstance(output, list | tuple) else (output,):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            value.register_hook(_no_gradients)
-
-
-def _no_gradients(gradient: torch.Tensor) -> None:
-    raise OffloadError(
-        "gradients reached a streamed block, whose weights have left the device since its forward; streaming is for "
-        'inference: use mode "module", or disable() the offload to train'
-    )
 
 
 def _origin_device(module: nn.Module) -> torch.device:
