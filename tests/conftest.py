@@ -6,10 +6,11 @@ import functools
 import gc
 import importlib.util
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -50,24 +51,43 @@ def forgotten_models() -> None:
     _forget_models()
 
 
-_files: list[str] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _device_is_empty_at_first(request: pytest.FixtureRequest) -> None:
-    """No test file leaves anything on the device, so that no figure depends on the files that ran before; one that
-    does is named in a warning.
-
-    Looked at when the next file begins, because pytest keeps the fixtures of a test until the one after it.
-    """
-    before = _files[-1] if _files else "what came before the first test file"
-    _files.append(str(request.path))
+def _on_devices() -> list[int]:
+    """Bytes on each emulated device."""
     if "greenroom.emulator" not in sys.modules:
-        return
+        return []
+    return [torch.emu.memory_allocated(index) for index in range(torch.emu.device_count())]
+
+
+_at_first: list[tuple[bool, int]] = []
+"""Of the file whose tests run: whether it found the devices empty, and how many tests had failed before it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    """No test file leaves anything on a device, so that no figure depends on the files that ran before.
+
+    Looked at when all of a file's last test is gone: pytest keeps the values of its fixtures until its teardown is
+    over. That test then fails in the name of its file; the next file cannot, whatever it finds. Nobody is blamed for
+    what may be another's, nor for what the traceback of a failed test holds.
+    """
+    if not _at_first:
+        _at_first.append((not any(_on_devices()), item.session.testsfailed))
+    result = yield
+    if nextitem is not None and nextitem.path == item.path:
+        return result
+    found_empty, failed_before = _at_first.pop()
     _forget_models()
-    left = [torch.emu.memory_allocated(index) for index in range(torch.emu.device_count())]
+    if not found_empty or item.session.testsfailed != failed_before:
+        return result
+    limit = time.monotonic() + 5
+    while any(left := _on_devices()) and time.monotonic() < limit:
+        time.sleep(0.1)  # a thread may take a moment to let go
+        gc.collect()
     if any(left):
-        warnings.warn(f"{before} left bytes on the devices: {left}", stacklevel=1)
+        told = f"{item.path.name} leaves bytes on the devices: {left}"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", told, "teardown")
+        item.ihook.pytest_runtest_logreport(report=report)
+    return result
 
 
 @pytest.fixture(autouse=True)

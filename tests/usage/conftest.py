@@ -12,7 +12,7 @@ for folder in (Path(__file__).parents[1] / "core", Path(__file__).parent):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new(_device_is_empty_at_first: None) -> Iterator[None]:
+def _collect_only_what_is_new() -> Iterator[None]:
     """Lets the garbage collector, which these tests call often, pass over the libraries that are loaded already."""
     gc.collect()
     gc.freeze()
