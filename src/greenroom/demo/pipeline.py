@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from greenroom.loading.quiet import quiet
 
 if TYPE_CHECKING:
     from diffusers import FluxPipeline
@@ -37,28 +37,9 @@ def load_pipeline(dtype: torch.dtype = torch.float32) -> FluxPipeline:
     path = checkpoint_path()
     if not (path / "model_index.json").is_file():
         raise FileNotFoundError(f"no demo checkpoint at {path}: train one with scripts/train_demo.py")
-    with _quiet():
+    with quiet():
         from diffusers import DiffusionPipeline
 
         pipe: Any = DiffusionPipeline.from_pretrained(path, dtype=dtype, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bars of a load that takes a tenth of a second, and the advice on classes not used here."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    switches = [module for module in (diffusers_logging, transformers_logging) if module.is_progress_bar_enabled()]
-    for module in switches:
-        module.disable_progress_bar()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        for module in switches:
-            module.enable_progress_bar()

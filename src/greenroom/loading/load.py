@@ -32,6 +32,7 @@ from greenroom.host import module_tensors
 from greenroom.loading.errors import CheckpointError
 from greenroom.loading.headers import ComponentFiles, component_files, find_tensor, variants_of
 from greenroom.loading.locate import INDEX_FILE, locate, read_index, recommended_call
+from greenroom.loading.quiet import quiet
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACCEPTED_DTYPES = '"auto" (as stored), ' + ", ".join(f'"{name}"' for name in DTYPES)
@@ -146,7 +147,7 @@ def load_checkpoint(
         _give_freed_memory_back()
     modules: dict[str, nn.Module] = {}
     unexpected: dict[str, tuple[str, ...]] = {}
-    with _quiet():
+    with quiet():
         for name, found in files.items():
             cls = _module_class(*entries[name])
             if cls is not None:
@@ -390,23 +391,3 @@ class _MappedFiles:
     def holds(self, address: int) -> bool:
         i = bisect.bisect_right(self._begins, address) - 1
         return i >= 0 and address < self._ranges[i][1]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the libraries' bars and advice for a load that takes no time; errors are still told."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    libraries = (diffusers_logging, transformers_logging)
-    before = [(library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
-    for library in libraries:
-        library.set_verbosity_error()
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library, (verbosity, bar) in zip(libraries, before, strict=True):
-            library.set_verbosity(verbosity)
-            if bar:
-                library.enable_progress_bar()

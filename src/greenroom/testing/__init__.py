@@ -13,17 +13,14 @@ weight counts, so a wrong byte anywhere changes the output.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.utils import logging as diffusers_logging
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from greenroom.errors import ConfigError
+from greenroom.loading.quiet import quiet
 from greenroom.testing import architectures as _architectures
 from greenroom.testing.weights import randomise, realign
 
@@ -91,27 +88,6 @@ def run(pipe: DiffusionPipeline, name: str, seed: int = 0) -> torch.Tensor:
     if len(made) > 1:
         return torch.cat([part.flatten().float().cpu() for part in made])
     return made[0].reshape(-1, *made[0].shape[-3:]).cpu()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep diffusers and transformers from printing progress bars and warnings while saving or loading.
-
-    A plain tokenizer where a processor is expected is one such warning, and meant here.
-    """
-    libraries = (diffusers_logging, transformers_logging)
-    levels = [library.get_verbosity() for library in libraries]
-    bars = [library.is_progress_bar_enabled() for library in libraries]
-    try:
-        for library in libraries:
-            library.set_verbosity_error()
-            library.disable_progress_bar()
-        yield
-    finally:
-        for library, level, bar in zip(libraries, levels, bars, strict=True):
-            library.set_verbosity(level)
-            if bar:
-                library.enable_progress_bar()
 
 
 def _architecture(name: str) -> _architectures.Architecture:
