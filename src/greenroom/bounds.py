@@ -19,6 +19,7 @@ WHOLE: Mapping[str, tuple[int, int | None]] = {
     "num_frames": (1, None),
     "num_inference_steps": (1, None),
     "max_sequence_length": (1, None),
+    "num_outputs_per_prompt": (1, None),
     "seed": (0, MAX_SEED),
 }
 REAL: Mapping[str, tuple[float, float]] = {

@@ -7,7 +7,10 @@ import ctypes
 import io
 import random
 import sys
+import threading
+import warnings
 import zipfile
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,3 +118,28 @@ def test_colours_survive_a_video() -> None:
 
 def test_floats_become_bytes() -> None:
     assert as_pixels(np.array([[[0.0, 0.5, 2.0]]])).tolist() == [[[0, 128, 255]]]
+
+
+def test_pictures_that_are_read_at_the_same_time_leave_the_filters_of_warnings_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, opened = write_image(picture()), Image.open
+    inside, leave = (threading.Event(), threading.Event()), (threading.Event(), threading.Event())
+    turns = iter((0, 1))
+
+    def slow(*args: Any, **words: Any) -> Any:
+        turn = next(turns)
+        inside[turn].set()
+        assert leave[turn].wait(10)
+        return opened(*args, **words)
+
+    monkeypatch.setattr(Image, "open", slow)
+    before = list(warnings.filters)
+    readers = [threading.Thread(target=read_image, args=(data,)) for _ in range(2)]
+    for reader, there in zip(readers, inside, strict=True):
+        reader.start()
+        assert there.wait(10)
+    for reader, go in zip(readers, leave, strict=True):
+        go.set()
+        reader.join(10)
+    assert list(warnings.filters) == before

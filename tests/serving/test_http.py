@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from live_server import STRATEGIES, Live, serving, until
 from PIL import Image
+from starlette.datastructures import UploadFile
 
 from greenroom import Omni
 from greenroom.demo import checkpoint_path
@@ -474,3 +475,19 @@ def test_the_server_stops_with_requests_in_flight(emu: Any) -> None:
     thread.join(30)
     assert not thread.is_alive() and not omni._worker.thread.is_alive()
     assert len(statuses) == 1
+
+
+def test_files_of_a_form_are_closed_when_they_were_read(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str | None] = []
+    close = UploadFile.close
+
+    async def noted(file: UploadFile) -> None:
+        closed.append(file.filename)
+        await close(file)
+
+    monkeypatch.setattr(UploadFile, "close", noted)
+    with live.client() as client:
+        for field in ("image", "picture"):  # the second is refused before it is read
+            answer = client.post("/v1/images/edits", files={field: (f"{field}.png", b"no")}, data={"prompt": "x"})
+            assert answer.status_code == 400
+    assert closed == ["image.png", "picture.png"]

@@ -130,6 +130,16 @@ def test_old_videos_are_cleaned_up_and_the_number_is_bounded(checkpoints: Any, e
         until(lambda: client.get("/v1/videos").json()["data"] == [], 20)
 
 
+def test_a_request_that_is_refused_takes_nobodys_place(checkpoints: Any, emu: Any) -> None:
+    omni = Omni(checkpoints["wan22_t2v"], device="emu", **STRATEGIES["layer"])
+    with serving(omni, ServerSettings(shutdown_timeout=5, max_videos=1)) as live, live.client() as client:
+        first = finished(client, client.post("/v1/videos", json=BODY).json()["id"])
+        assert client.post("/v1/videos", json={**BODY, "size": "33x32"}).status_code == 400
+        assert client.get(f"/v1/videos/{first['id']}/content").status_code == 200
+        assert client.post("/v1/videos", json=BODY).status_code == 200
+        assert client.get(f"/v1/videos/{first['id']}").status_code == 404
+
+
 def test_a_dead_worker_fails_its_videos_by_name(checkpoints: Any, emu: Any) -> None:
     omni = Omni(checkpoints["wan22_t2v"], device="emu", **STRATEGIES["layer"])
     with serving(omni) as live, live.client() as client:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,15 +56,13 @@ def read_image(data: bytes | str | Image.Image, limits: MediaLimits | None = Non
     if len(data) > limits.max_bytes:
         raise RequestRefused(field, f"{field} has {len(data)} bytes; accepted: at most {limits.max_bytes}")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            picture = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-            if picture.width * picture.height > limits.max_pixels:
-                size = f"{picture.width}x{picture.height} pixels"
-                raise RequestRefused(field, f"{field} has {size}; accepted: at most {limits.max_pixels} pixels")
-            picture.load()
-            upright = ImageOps.exif_transpose(picture)
-            return (upright or picture).convert("RGB")
+        picture = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        if picture.width * picture.height > limits.max_pixels:
+            size = f"{picture.width}x{picture.height} pixels"
+            raise RequestRefused(field, f"{field} has {size}; accepted: at most {limits.max_pixels} pixels")
+        picture.load()
+        upright = ImageOps.exif_transpose(picture)
+        return (upright or picture).convert("RGB")
     except RequestRefused:
         raise
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:

@@ -23,6 +23,7 @@ _OURS = frozenset(
         "num_images_per_prompt", "num_videos_per_prompt", "kwargs", "args",
     }
 )  # fmt: skip
+_OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 _OUTPUT_COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
@@ -146,14 +147,12 @@ def call_arguments(
             raise _unknown(pipeline, name, value)
         arguments[name] = value
     _check_prompt(arguments.get("prompt"))
-    arguments.setdefault("output_type", "pil")
+    _check_output_type(arguments.setdefault("output_type", "pil"))
     if "output_type" not in accepted:
         del arguments["output_type"]
-    _check_numbers({"seed": params.seed})
+    _check_numbers({"seed": params.seed, "num_outputs_per_prompt": params.num_outputs_per_prompt})
     seed = secrets.randbelow(2**32) if params.seed is None else int(params.seed)
-    count = params.num_outputs_per_prompt
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise RequestRefused("num_outputs_per_prompt", f"num_outputs_per_prompt = {count!r}; accepted: 1 or more")
+    count = 1 if params.num_outputs_per_prompt is None else int(params.num_outputs_per_prompt)
     if count > 1:
         parameter = next((n for n in _OUTPUT_COUNTS if n in accepted), None)
         if parameter is None:
@@ -176,6 +175,13 @@ def _check_prompt(prompt: object) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise RequestRefused("prompt", "prompt holds half a character (a lone surrogate); accepted: text") from None
+
+
+def _check_output_type(value: object) -> None:
+    # Of any other word diffusers makes arrays, when everything has been computed.
+    if not isinstance(value, str) or value not in _OUTPUT_TYPES:
+        accepted = ", ".join(f'"{word}"' for word in _OUTPUT_TYPES)
+        raise RequestRefused("output_type", f"output_type = {value!r} is not accepted; accepted: {accepted}")
 
 
 def _check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fastapi import Request as HttpRequest
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from greenroom.serving.errors import ApiError
@@ -30,18 +30,10 @@ async def read_fields(http: HttpRequest, files: tuple[str, ...]) -> tuple[dict[s
             form = await http.form(max_files=16, max_fields=100)
         except HTTPException as error:
             raise ApiError(400, f"the form is not readable: {error.detail}") from None
-        for name, value in form.multi_items():
-            plain = name.removesuffix("[]")
-            if isinstance(value, UploadFile):
-                if plain not in files:
-                    raise ApiError(400, f"{plain} is not a field for files", param=plain)
-                found.setdefault(plain, []).append(await value.read())
-            elif plain in files:
-                found.setdefault(plain, []).append(value.encode())
-            elif name in fields:
-                raise ApiError(400, f"{name} is given twice", param=name)
-            else:
-                fields[name] = value
+        try:
+            await _sort(form, files, fields, found)
+        finally:
+            await form.close()  # large files lie on disk
         return fields, found
     try:
         body = json.loads(await http.body(), parse_constant=_no_constant)
@@ -57,6 +49,21 @@ async def read_fields(http: HttpRequest, files: tuple[str, ...]) -> tuple[dict[s
             if item is not None:
                 found.setdefault(name, []).append(item.encode("utf-8", "replace"))
     return body, found
+
+
+async def _sort(form: FormData, files: tuple[str, ...], fields: dict[str, Any], found: dict[str, list[bytes]]) -> None:
+    for name, value in form.multi_items():
+        plain = name.removesuffix("[]")
+        if isinstance(value, UploadFile):
+            if plain not in files:
+                raise ApiError(400, f"{plain} is not a field for files", param=plain)
+            found.setdefault(plain, []).append(await value.read())
+        elif plain in files:
+            found.setdefault(plain, []).append(value.encode())
+        elif name in fields:
+            raise ApiError(400, f"{name} is given twice", param=name)
+        else:
+            fields[name] = value
 
 
 def _no_constant(text: str) -> float:

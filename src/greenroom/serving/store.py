@@ -93,8 +93,12 @@ class VideoStore:
         """
         video = StoredVideo(words, self._folder)
         with self._lock:
-            self._make_room()
+            leaving = self._leaving()
             video.job = submit()
+            # Not before: a request that is refused takes nobody's video away.
+            if leaving is not None:
+                del self._videos[leaving.id]
+                shutil.rmtree(leaving.folder, ignore_errors=True)
             self._videos[video.id] = video
         video.job.future.add_done_callback(lambda _: self._encode_later(video))
         return video
@@ -131,18 +135,23 @@ class VideoStore:
         self._videos.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _make_room(self) -> None:
-        while len(self._videos) >= self._settings.max_videos:
-            finished = next((v for v in self._videos.values() if v.expires_at is not None), None)
-            if finished is None:
-                raise ApiError(
-                    429,
-                    f"{len(self._videos)} videos are being made; accepted: at most {self._settings.max_videos}",
-                    code="queue_full",
-                    headers={"Retry-After": "10"},
-                )
-            del self._videos[finished.id]
-            shutil.rmtree(finished.folder, ignore_errors=True)
+    def _leaving(self) -> StoredVideo | None:
+        """The oldest finished video where one has to go for a new one.
+
+        Raises:
+            ApiError: 429, there is none.
+        """
+        if len(self._videos) < self._settings.max_videos:
+            return None
+        finished = next((v for v in self._videos.values() if v.expires_at is not None), None)
+        if finished is None:
+            raise ApiError(
+                429,
+                f"{len(self._videos)} videos are being made; accepted: at most {self._settings.max_videos}",
+                code="queue_full",
+                headers={"Retry-After": "10"},
+            )
+        return finished
 
     def _encode_later(self, video: StoredVideo) -> None:
         with contextlib.suppress(RuntimeError):  # the store was closed
