@@ -229,3 +229,16 @@ def test_ranks_that_were_launched_before_one_that_cannot_be_are_ended() -> None:
     with pytest.raises(OSError, match="too many processes"):
         OmniRanks("a model", data_parallel_size=2, device="cpu", launcher=ranks)
     assert ranks.ended.get(timeout=10) == 0
+
+
+def test_the_end_of_a_request_may_shut_everything_down() -> None:
+    ranks = Threads()
+    ranks.loaded.set()
+    told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    omni = OmniRanks("a model", data_parallel_size=1, device="cpu", launcher=ranks)
+    omni.sleep()
+    job = omni.submit(Request({"prompt": "a cube"}, OmniDiffusionSamplingParams()))
+    job.future.add_done_callback(lambda _: told.put(omni.shutdown()))
+    omni.wake()
+    assert told.get(timeout=30) is False
+    assert omni.shutdown(timeout_s=30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -270,6 +271,8 @@ class OmniRanks(Dispatch):
     def shutdown(self, timeout_s: float | None = None, *, cancel: bool = True) -> bool:
         """Ends all ranks; True if they ended in time, by themselves. Harmless when done already.
 
+        What is called when a request ends may ask for it too, and is told False at once.
+
         Args:
             timeout_s: how long to wait for the running requests; None for as long as it takes. Processes that are
                 still there then are killed.
@@ -284,6 +287,8 @@ class OmniRanks(Dispatch):
                 limit = time.monotonic() + timeout_s
                 self._close_at = limit if self._close_at is None else min(self._close_at, limit)
         self._inbox.put(None)
+        if self._thread is threading.current_thread():
+            return False  # asked for by what a request's end has called: it goes on when that returns
         ended = self._closing.result()
         self._thread.join()
         return ended
