@@ -13,10 +13,10 @@ from greenroom.accelerator import Accelerator, find_device
 from greenroom.api import offload
 from greenroom.bounds import check_numbers
 from greenroom.config import parse_config
-from greenroom.errors import ConfigError
+from greenroom.errors import ConfigError, GreenroomError, NotSupportedError
 from greenroom.grain import grain_of
 from greenroom.handle import Report
-from greenroom.loading import check_dtype, load_checkpoint, recommended_call
+from greenroom.loading import check_dtype, load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def generate_image(
         ConfigError: a word, an argument or the dtype is not accepted.
         OffloadError: the device is not there.
         CheckpointError: the folder is not a diffusers checkpoint, or not a whole one.
+        NotSupportedError: it makes videos.
+        GreenroomError: the pipeline does not accept the request.
     """
     wanted = config is not None or memory is not None or enable_cpu_offload or enable_layerwise_offload
     # Every word is read, and the device found, before gigabytes are.
@@ -104,12 +106,24 @@ def generate_image(
     if device is not None:
         place = Accelerator.of(place).device
     check_dtype(dtype)
-    pipe = load_checkpoint(str(model), dtype=dtype).pipeline
+    loaded = load_checkpoint(str(model), dtype=dtype)
+    pipe = loaded.pipeline
     accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
-    call = request.call_arguments(accepted, recommended_call(model))
+    if "num_frames" in accepted:
+        raise NotSupportedError(f"{type(pipe).__name__} makes videos, which `Omni` and `greenroom serve` return")
+    call = request.call_arguments(accepted, loaded.recommended)
     check_numbers(request.words(), grain_of(pipe, call))
     if not wanted:
-        return pipe.to(place)(**call).images[0], None
+        return _draw(pipe.to(place), call), None
     handle = offload(pipe, parsed, device=place)
-    picture = pipe(**call).images[0]
+    picture = _draw(pipe, call)
     return picture, handle.report()
+
+
+def _draw(pipe: Any, call: dict[str, Any]) -> Any:
+    try:
+        return pipe(**call).images[0]
+    except GreenroomError:
+        raise
+    except ValueError as error:  # what diffusers' pipelines check their inputs with
+        raise GreenroomError(f"the pipeline refused the request: {error}") from error
