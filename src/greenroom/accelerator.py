@@ -79,13 +79,7 @@ class Accelerator:
                     "'xpu', 'npu', or 'emu' after `import greenroom.emulator`"
                 )
             device = torch.accelerator.current_accelerator()
-        try:
-            resolved = torch.device(device)  # type: ignore[arg-type]
-        except (RuntimeError, TypeError) as error:
-            raise OffloadError(
-                f"device: {device!r} is not a device that this torch knows; accepted: a torch.device or a string "
-                f"such as 'cuda:0' ('emu' needs `import greenroom.emulator` first)"
-            ) from error
+        resolved = _known(device)
         if resolved.type == "cpu":
             return cls(torch.device("cpu"))
         present = torch.accelerator.current_accelerator(check_available=True)
@@ -198,13 +192,37 @@ class Accelerator:
 
 
 def find_device(device: str | torch.device | None) -> str | torch.device:
-    """The device to compute on: the one given, else the accelerator that is present, else the CPU."""
+    """The device to compute on: the one given, else the accelerator that is present, else the CPU.
+
+    Raises:
+        OffloadError: not the name of a device.
+    """
     if device is None:
         present = torch.accelerator.current_accelerator(check_available=True)
         return "cpu" if present is None else present.type
     if str(device).split(":")[0] == "emu":
         import greenroom.emulator  # noqa: F401 - registers the device
+    _known(device, numbers=False)
     return device
+
+
+def _known(device: object, *, numbers: bool = True) -> torch.device:
+    """The device that a word stands for, whether it is there or not.
+
+    Args:
+        device: the word.
+        numbers: whether a number may stand for a device of the accelerator that is present.
+    """
+    named = isinstance(device, str | torch.device) or (numbers and type(device) is int)
+    try:
+        if named:
+            return torch.device(device)  # type: ignore[call-overload]
+    except RuntimeError:
+        pass
+    raise OffloadError(
+        f"device: {device!r} is not a device that this torch knows; accepted: a torch.device or a string such as "
+        "'cuda:0' ('emu' needs `import greenroom.emulator` first)"
+    )
 
 
 def rank_devices(device: str | torch.device, ranks: int) -> list[str]:

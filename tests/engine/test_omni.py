@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import greenroom
-from greenroom import ConfigError, Omni, OmniDiffusionSamplingParams, testing
+from greenroom import ConfigError, OffloadError, Omni, OmniDiffusionSamplingParams, testing
 from greenroom.demo import checkpoint_path
 from greenroom.engine import DoesNotFit, OmniRanks, QueueFull, Request, RequestCancelled, RequestRefused, WorkerDied
 from greenroom.engine.job import Job
@@ -185,6 +185,13 @@ def test_a_budget_that_is_none_is_refused_by_its_name(kind: Any, words: dict[str
     assert (refused.value.field, refused.value.value) == ("memory_budget", "much")
     with pytest.raises(TypeError, match="enable_nothing"):
         kind(tmp_path / "nothing", enable_nothing=True, device="cpu", **words)
+
+
+@pytest.mark.parametrize("device", ["gpu", "emu1", "", 5, True])
+@pytest.mark.parametrize("kind", [Omni, OmniRanks])
+def test_what_is_no_device_is_refused_by_name(kind: Any, device: Any, tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=f"device: {device!r} is not a device"):
+        kind(tmp_path / "nothing", device=device)
 
 
 def test_without_an_accelerator_it_runs_on_the_cpu() -> None:
