@@ -173,18 +173,27 @@ def test_words_are_checked_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype"):
         Omni(nowhere, dtype="float8", device="cpu")
     with pytest.raises(ConfigError, match="model"):
-        Omni(nowhere, device="cpu")
+        Omni(nowhere, device="cpu", tensor_parallel_size=1)
     with pytest.raises(TypeError):
         Omni(checkpoint_path(), enable_nothing=True, device="cpu")
 
 
 @pytest.mark.parametrize(("kind", "words"), [(Omni, {}), (OmniRanks, {"data_parallel_size": 2})])
-def test_a_budget_that_is_none_is_refused_by_its_name(kind: Any, words: dict[str, Any], tmp_path: Path) -> None:
+def test_words_that_are_none_are_refused_by_their_names(kind: Any, words: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         kind(tmp_path / "nothing", memory_budget="much", device="cpu", **words)
     assert (refused.value.field, refused.value.value) == ("memory_budget", "much")
-    with pytest.raises(TypeError, match="enable_nothing"):
-        kind(tmp_path / "nothing", enable_nothing=True, device="cpu", **words)
+    for wrong, told in (
+        ("enable_nothing", "diffusion_offload_config, memory_budget"),
+        ("memory_bugdet", "did you mean 'memory_budget'"),
+        ("config", "unexpected keyword argument 'config'"),
+    ):
+        with pytest.raises(TypeError, match=wrong) as unknown:
+            kind(tmp_path / "nothing", device="cpu", **{wrong: True}, **words)
+        assert told in str(unknown.value) and "parse_config" not in str(unknown.value)
+    for ranks in (2, 0, True, "1"):
+        with pytest.raises(ConfigError, match="tensor_parallel_size = .*accepted: 1 "):
+            kind(tmp_path / "nothing", tensor_parallel_size=ranks, device="cpu", **words)
 
 
 @pytest.mark.parametrize("device", ["gpu", "emu1", "", 5, True])

@@ -52,10 +52,12 @@ class Omni:
         data_parallel_size: ranks of a torchrun job that serve requests of their own; said for clearness only.
         usp: ranks of a torchrun job that compute each request together, by Ulysses sequence parallelism; each of
             them has to be given the same requests, seeds included.
+        tensor_parallel_size: accepted for those who write it; 1 is all that there is.
 
     Raises:
         ConfigError, TopologyError, NotSupportedError: as `greenroom.offload`; words are checked before anything is
             loaded.
+        TypeError: a word that does not exist; lists those that do.
         CheckpointError: the checkpoint is not whole.
         OffloadError: the device is not there.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,16 +22,40 @@ def configuration(words: Mapping[str, Any]) -> OffloadConfig | None:
         words: all but those that say where to compute and how many requests to take; those for loading pass.
 
     Raises:
-        ConfigError: a word for offloading is not accepted.
+        ConfigError: a word for offloading is not accepted, or more than one rank is to share each matrix.
         TypeError: a word is neither for offloading nor for loading.
     """
     config, budget = words.get("diffusion_offload_config"), words.get("memory_budget")
-    flags = {k: v for k, v in words.items() if k not in ("diffusion_offload_config", "memory_budget", *LOADING)}
+    flags = {k: v for k, v in words.items() if k not in (*_NO_FLAGS, *LOADING)}
+    for name in flags:
+        if name not in _FLAGS:
+            raise _unknown(name)
+    ranks = words.get("tensor_parallel_size", 1)
+    if type(ranks) is not int or ranks != 1:
+        raise ConfigError(
+            "tensor_parallel_size",
+            ranks,
+            "1",
+            "matrices are not split over ranks; usp has several ranks compute each request together, and "
+            "data_parallel_size has them share one copy of the weights",
+        )
     if budget is not None:
         Memory.parse(budget, "memory_budget")  # which calls it `memory`
     parsed = parse_config(config, memory=budget, **flags)
     said = config is not None or budget is not None
     return parsed if said or any(v for k, v in flags.items() if k.startswith("enable_")) else None
+
+
+_FLAGS = tuple(n for n in inspect.signature(parse_config).parameters if n not in ("config", "memory"))
+_NO_FLAGS = ("diffusion_offload_config", "memory_budget", "tensor_parallel_size")
+_PLACES = ("model", "device", "dtype", "max_queue", "data_parallel_size", "usp")
+
+
+def _unknown(name: str) -> TypeError:
+    accepted = (*_PLACES, *_NO_FLAGS, *LOADING, *_FLAGS)
+    near = difflib.get_close_matches(name, accepted, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return TypeError(f"unexpected keyword argument {name!r}{hint}; accepted: {', '.join(accepted)}")
 
 
 def with_budget(config: OffloadConfig | None, memory_budget: int | float | str) -> OffloadConfig:
