@@ -88,7 +88,7 @@ def run(way: str, folder: Path) -> dict[str, Any]:
     import greenroom
     import greenroom.emulator
     from greenroom.loading import component_files, load_checkpoint
-    from greenroom.loading.load import _quiet
+    from greenroom.loading.quiet import quiet
 
     torch.empty(1, device="emu")
     files = [f for n in ("transformer", "transformer_2", "text_encoder", "vae") if (f := component_files(folder, n))]
@@ -106,7 +106,7 @@ def run(way: str, folder: Path) -> dict[str, Any]:
     def pinned() -> Any:
         from diffusers import DiffusionPipeline
 
-        with _quiet():
+        with quiet():
             pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=torch.bfloat16)
         for module in pipe.components.values():
             if isinstance(module, torch.nn.Module):
