@@ -7,7 +7,7 @@ import gc
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,29 @@ def load_script() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+class _Checkpoints(dict[str, Path]):
+    """Folders by the name of a tiny pipeline (fp32), each saved when it is first asked for; "demo" is the demo's."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, name: str) -> Path:
+        from greenroom import demo, testing
+
+        self[name] = demo.checkpoint_path() if name == "demo" else self._root / name
+        if name != "demo":
+            with testing.quiet():
+                testing.build_pipeline(name).save_pretrained(self[name])
+        return self[name]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Checkpoints that tests read and never write; see `_Checkpoints`."""
+    return _Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 def _forget_models() -> None:

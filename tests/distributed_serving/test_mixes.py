@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from served import shared_memory, torchrun
 
-from greenroom import testing
 from greenroom.demo import checkpoint_path
 
 SCRIPT = Path(__file__).with_name("mix_rank.py")
@@ -46,10 +45,8 @@ def test_a_hundred_mixes(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_mixes_of_a_model_with_two_experts(tmp_path: Path) -> None:
-    with testing.quiet():
-        testing.build_pipeline("wan22_t2v").save_pretrained(tmp_path / "wan")
-    reports = run(tmp_path, tmp_path / "wan", 12, BOTH, seconds=600)
+def test_mixes_of_a_model_with_two_experts(tmp_path: Path, checkpoints: Any) -> None:
+    reports = run(tmp_path, checkpoints["wan22_t2v"], 12, BOTH, seconds=600)
     assert all(r["right"] > 3 for r in reports)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from served import BODY, PROMPT, ROUTE, Faults, Served, alive, drawn, serving, shared_memory, until
 
-from greenroom import ConfigError, NotSupportedError, Omni, testing
+from greenroom import ConfigError, NotSupportedError, Omni
 from greenroom.demo import checkpoint_path
 from greenroom.engine import OmniRanks, Request, RequestRefused
 from greenroom.engine.sampling import OmniDiffusionSamplingParams
@@ -110,12 +110,10 @@ def test_two_times_two(together: Any) -> None:
         assert served[0] == served[1] and served[2] == served[3] and sum(served) == 12
 
 
-def test_what_cannot_be_split_is_refused_by_name(tmp_path: Any) -> None:
+def test_what_cannot_be_split_is_refused_by_name(checkpoints: Any) -> None:
     with pytest.raises(ConfigError, match="usp"):
         Omni(checkpoint_path(), device="emu", usp=2)  # one process
     with pytest.raises(ConfigError, match="usp"):
         OmniRanks(checkpoint_path(), device="emu", usp=0)
-    with testing.quiet():
-        testing.build_pipeline("sd3").save_pretrained(tmp_path / "sd3")
     with pytest.raises(NotSupportedError, match="StableDiffusion3Pipeline"):
-        OmniRanks(tmp_path / "sd3", device="emu", usp=2)
+        OmniRanks(checkpoints["sd3"], device="emu", usp=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,21 +11,18 @@ import pytest
 from PIL import Image
 from served import Faults, serving, until
 
-from greenroom import Omni, OmniRanks, testing
+from greenroom import Omni, OmniRanks
 
 pytestmark = pytest.mark.slow
 WORDS = {"height": 32, "width": 32, "num_frames": 9, "num_inference_steps": 3}
 
 
-def test_videos_of_all_ranks_are_fetched_from_the_front(emu: Any, faults: Faults, tmp_path: Path) -> None:
-    with testing.quiet():
-        testing.build_pipeline("wan22_t2v").save_pretrained(tmp_path / "wan")
-    with Omni(tmp_path / "wan", device="emu") as omni:
+def test_videos_of_all_ranks_are_fetched_from_the_front(emu: Any, faults: Faults, checkpoints: Any) -> None:
+    with Omni(checkpoints["wan22_t2v"], device="emu") as omni:
         result = omni.generate("a red cube rolls", {**WORDS, "seed": 7}, progress=False)[0]
     expected = np.stack([np.asarray(frame) for frame in result.frames])
-    ranks = OmniRanks(
-        tmp_path / "wan", data_parallel_size=2, device="emu", enable_distributed_layerwise_offload=True, max_queue=4
-    )
+    words = {"device": "emu", "enable_distributed_layerwise_offload": True, "max_queue": 4}
+    ranks = OmniRanks(checkpoints["wan22_t2v"], data_parallel_size=2, **words)
     with serving(ranks) as served, served.client() as client:
         body = {"prompt": "a red cube rolls", "seed": 7, "size": "32x32", "num_frames": 9, "num_inference_steps": 3}
         ids = []

@@ -192,7 +192,7 @@ def test_words_that_are_none_are_refused_by_their_names(kind: Any, words: dict[s
             kind(tmp_path / "nothing", device="cpu", **{wrong: True}, **words)
         assert told in str(unknown.value) and "parse_config" not in str(unknown.value)
     for ranks in (2, 0, True, "1"):
-        with pytest.raises(ConfigError, match="tensor_parallel_size = .*accepted: 1 "):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size = .*accepted: 1 "):
             kind(tmp_path / "nothing", tensor_parallel_size=ranks, device="cpu", **words)
 
 

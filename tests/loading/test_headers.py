@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,9 @@ from greenroom.loading import CheckpointError, component_files, load_checkpoint,
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    with testing.quiet():
-        testing.build_pipeline("wan22_t2v").save_pretrained(folder)
-    return folder
+@pytest.fixture
+def whole(checkpoints: Any) -> Path:
+    return Path(checkpoints["wan22_t2v"])
 
 
 @pytest.fixture

@@ -19,19 +19,6 @@ from greenroom.errors import ConfigError
 from greenroom.loading import CheckpointError, load_checkpoint
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(name: str) -> Path:
-        if not (root / name).exists():
-            with testing.quiet():
-                testing.build_pipeline(name).save_pretrained(root / name)
-        return root / name
-
-    return folder
-
-
 def tensors(pipe: Any) -> dict[str, torch.Tensor]:
     found = {}
     for name, module in pipe.components.items():
@@ -50,11 +37,11 @@ def ties(pipe: Any) -> set[frozenset[str]]:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
 @pytest.mark.parametrize("name", testing.ARCHITECTURES)
-def test_every_tensor_is_as_from_pretrained_makes_it(folders: Any, name: str, dtype: Any) -> None:
-    loaded = load_checkpoint(folders(name), dtype=dtype)
+def test_every_tensor_is_as_from_pretrained_makes_it(checkpoints: Any, name: str, dtype: Any) -> None:
+    loaded = load_checkpoint(checkpoints[name], dtype=dtype)
     wanted = {"bfloat16": torch.bfloat16, None: torch.float32}.get(dtype, dtype)
     with testing.quiet():
-        reference = DiffusionPipeline.from_pretrained(folders(name), dtype=wanted)
+        reference = DiffusionPipeline.from_pretrained(checkpoints[name], dtype=wanted)
     ours, theirs = tensors(loaded.pipeline), tensors(reference)
     assert type(loaded.pipeline) is type(reference) and ours.keys() == theirs.keys()
     for key, tensor in ours.items():
@@ -67,8 +54,8 @@ def test_every_tensor_is_as_from_pretrained_makes_it(folders: Any, name: str, dt
 
 
 @pytest.mark.parametrize("name", testing.ARCHITECTURES)
-def test_in_the_stored_dtype_weights_stay_in_their_files(folders: Any, name: str) -> None:
-    report = load_checkpoint(folders(name)).report
+def test_in_the_stored_dtype_weights_stay_in_their_files(checkpoints: Any, name: str) -> None:
+    report = load_checkpoint(checkpoints[name]).report
     assert report.converted < 0.01 * report.mapped
     for line in report.components:
         assert line.weights == line.mapped + line.converted and line.stored_dtype == "float32"
@@ -92,11 +79,11 @@ def test_what_is_stored_in_half_precision_stays_so_and_is_loaded_once(
     assert loaded.report.mapped > 0.9 * sum(line.weights for line in loaded.report.components)
 
 
-def test_an_offload_takes_mapped_weights_as_they_are(folders: Any, emu: Any) -> None:
-    pipe = load_checkpoint(folders("wan22_t2v")).pipeline
+def test_an_offload_takes_mapped_weights_as_they_are(checkpoints: Any, emu: Any) -> None:
+    pipe = load_checkpoint(checkpoints["wan22_t2v"]).pipeline
     pipe.set_progress_bar_config(disable=True)
     with testing.quiet():
-        plain: Any = DiffusionPipeline.from_pretrained(folders("wan22_t2v"), dtype=torch.float32)
+        plain: Any = DiffusionPipeline.from_pretrained(checkpoints["wan22_t2v"], dtype=torch.float32)
     plain.set_progress_bar_config(disable=True)
     plain.to("emu")
     expected = testing.run(plain, "wan22_t2v")
@@ -108,12 +95,14 @@ def test_an_offload_takes_mapped_weights_as_they_are(folders: Any, emu: Any) -> 
     assert torch.equal(testing.run(pipe.to("cpu"), "wan22_t2v"), testing.run(plain.to("cpu"), "wan22_t2v"))
 
 
-def test_dtypes_may_differ_between_components(folders: Any) -> None:
-    pipe = load_checkpoint(folders("qwen_image"), dtype={"transformer": "bfloat16", "default": torch.float16}).pipeline
+def test_dtypes_may_differ_between_components(checkpoints: Any) -> None:
+    pipe = load_checkpoint(
+        checkpoints["qwen_image"], dtype={"transformer": "bfloat16", "default": torch.float16}
+    ).pipeline
     assert pipe.transformer.dtype == torch.bfloat16 and pipe.vae.dtype == torch.float16
     for wrong in ("float8", torch.int8, 3, {"vae": "half"}):
         with pytest.raises(ConfigError, match="dtype"):
-            load_checkpoint(folders("qwen_image"), dtype=wrong)
+            load_checkpoint(checkpoints["qwen_image"], dtype=wrong)
 
 
 def test_variants(tmp_path: Path) -> None:
@@ -148,8 +137,8 @@ def test_a_variant_that_no_component_has_is_refused_with_those_that_exist(tmp_pa
     load_checkpoint(tmp_path, variant="bf16")
 
 
-def test_unexpected_tensors_are_reported(folders: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(folders("wan22_t2v"), tmp_path / "more")
+def test_unexpected_tensors_are_reported(checkpoints: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints["wan22_t2v"], tmp_path / "more")
     file = folder / "transformer/diffusion_pytorch_model.safetensors"
     held = load_file(file)
     held["blocks.99.extra"] = torch.ones(2)
@@ -158,19 +147,19 @@ def test_unexpected_tensors_are_reported(folders: Any, tmp_path: Path) -> None:
     assert lines["transformer"].unexpected == ("blocks.99.extra",) and lines["vae"].unexpected == ()
 
 
-def test_other_formats_fall_back_and_say_so(folders: Any, tmp_path: Path) -> None:
+def test_other_formats_fall_back_and_say_so(checkpoints: Any, tmp_path: Path) -> None:
     with testing.quiet():
         testing.build_pipeline("wan22_t2v").save_pretrained(tmp_path, safe_serialization=False)
     loaded = load_checkpoint(tmp_path)
     binary = {n for n in ("transformer", "text_encoder", "vae") if list((tmp_path / n).glob("*.bin"))}
     assert binary and set(loaded.report.fallbacks) >= binary
     assert all("not safetensors" in loaded.report.fallbacks[n] for n in binary)
-    for key, tensor in tensors(load_checkpoint(folders("wan22_t2v")).pipeline).items():
+    for key, tensor in tensors(load_checkpoint(checkpoints["wan22_t2v"]).pipeline).items():
         assert torch.equal(tensor, tensors(loaded.pipeline)[key])
 
 
-def test_code_of_a_checkpoint_is_not_run_unasked(folders: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(folders("wan22_t2v"), tmp_path / "remote")
+def test_code_of_a_checkpoint_is_not_run_unasked(checkpoints: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints["wan22_t2v"], tmp_path / "remote")
     trap = tmp_path / "ran"
     (folder / "pipeline.py").write_text(f"open({str(trap)!r}, 'w').write('ran')\n")
     index = json.loads((folder / "model_index.json").read_text())
@@ -184,8 +173,8 @@ def test_code_of_a_checkpoint_is_not_run_unasked(folders: Any, tmp_path: Path) -
     assert not trap.exists()
 
 
-def test_code_of_a_checkpoint_runs_where_it_is_trusted(folders: Any, tmp_path: Path) -> None:
-    folder = shutil.copytree(folders("wan22_t2v"), tmp_path / "remote")
+def test_code_of_a_checkpoint_runs_where_it_is_trusted(checkpoints: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints["wan22_t2v"], tmp_path / "remote")
     (folder / "pipeline.py").write_text(
         "from diffusers import WanPipeline\n\n\nclass MyPipeline(WanPipeline):\n    pass\n"
     )
@@ -194,7 +183,7 @@ def test_code_of_a_checkpoint_runs_where_it_is_trusted(folders: Any, tmp_path: P
     loaded = load_checkpoint(folder, trust_remote_code=True)
     assert type(loaded.pipeline).__name__ == "MyPipeline"
     assert set(loaded.report.fallbacks) == {"transformer", "transformer_2", "text_encoder", "vae"}
-    for key, tensor in tensors(load_checkpoint(folders("wan22_t2v")).pipeline).items():
+    for key, tensor in tensors(load_checkpoint(checkpoints["wan22_t2v"]).pipeline).items():
         assert torch.equal(tensor, tensors(loaded.pipeline)[key])
 
 
@@ -221,12 +210,12 @@ def test_quantised_weights_fall_back_and_say_so(tmp_path: Path, emu: Any) -> Non
     assert torch.equal(testing.run(pipe, "wan22_t2v"), expected)
 
 
-def test_a_hub_id_is_found_in_the_cache(folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_found_in_the_cache(checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants as hub
 
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--somebody--wan"
-    shutil.copytree(folders("wan22_t2v"), repository / "snapshots" / commit)
+    shutil.copytree(checkpoints["wan22_t2v"], repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))

@@ -16,24 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from live_server import STRATEGIES, Live, serving
 
-from greenroom import Omni, testing
-from greenroom.demo import checkpoint_path
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the demo and of tiny models, by name."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    folders = {"demo": checkpoint_path()}
-    for name in ("qwen_image", "wan22_t2v"):
-        with testing.quiet():
-            testing.build_pipeline(name).save_pretrained(root / name)
-        folders[name] = root / name
-    return folders
+from greenroom import Omni
 
 
 @pytest.fixture(scope="module")
-def start(emu_module: Any, checkpoints: dict[str, Path]) -> Iterator[Callable[..., Live]]:
+def start(emu_module: Any, checkpoints: Any) -> Iterator[Callable[..., Live]]:
     """Starts a server for a checkpoint and a strategy; the same one again for the rest of the module."""
     running: dict[Any, Live] = {}
     with contextlib.ExitStack() as stack:

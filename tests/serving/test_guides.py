@@ -54,7 +54,7 @@ PROMPT = "a red cube rolls"
 
 
 @pytest.fixture(scope="module")
-def expected(emu_module: Any, checkpoints: dict[str, Path]) -> np.ndarray:
+def expected(emu_module: Any, checkpoints: Any) -> np.ndarray:
     """The frames of the pipeline that was never offloaded."""
     from diffusers import DiffusionPipeline
 
@@ -68,7 +68,7 @@ def expected(emu_module: Any, checkpoints: dict[str, Path]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_snippet(emu: Any, checkpoints: dict[str, Path], expected: np.ndarray, config: dict[str, Any]) -> None:
+def test_the_snippet(emu: Any, checkpoints: Any, expected: np.ndarray, config: dict[str, Any]) -> None:
     code = SNIPPET.replace("Wan-AI/Wan2.2-T2V-A14B-Diffusers", str(checkpoints["wan22_t2v"]))
     names: dict[str, Any] = {"CONFIG": config}
     exec(compile(code, "guide", "exec"), names)
@@ -80,7 +80,7 @@ def test_the_snippet(emu: Any, checkpoints: dict[str, Path], expected: np.ndarra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands(emu: Any, checkpoints: dict[str, Path], expected: np.ndarray, line: str) -> None:
+def test_the_commands(emu: Any, checkpoints: Any, expected: np.ndarray, line: str) -> None:
     words = shlex.split(line.replace("MODEL", str(checkpoints["wan22_t2v"])))
     assert words.pop(0) == "serve"
     with command(*words) as (url, _), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:

@@ -7,7 +7,6 @@ import io
 import time
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ def decoded(item: Any) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def reference(emu_module: Any, checkpoints: dict[str, Path]) -> Callable[..., list[Any]]:
+def reference(emu_module: Any, checkpoints: Any) -> Callable[..., list[Any]]:
     """What a pipeline that was never offloaded draws, and what its image-to-image sibling does."""
     made: dict[Any, list[Any]] = {}
 
