@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-OUT = Path(__file__).parents[2] / "out" / "support.json"
+import cells
+
 CELLS: dict[str, dict[str, dict[str, str]]] = {}
 """architecture -> way of offloading -> dtype -> "exact" or "failed"."""
 
@@ -17,9 +16,7 @@ CELLS: dict[str, dict[str, dict[str, str]]] = {}
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
-    # A setup or a teardown that fails is a result as well: a test without a call is no success.
-    counts = report.failed or (report.when == "call" and not report.skipped)
-    if "matrix_cell" in item.fixturenames and counts:
+    if cells.counts(item, report, "matrix_cell"):
         params = item.callspec.params
         row = CELLS.setdefault(params["name"], {}).setdefault(params["way"], {})
         row[params["dtype"]] = "exact" if report.passed else "failed"
@@ -32,6 +29,4 @@ def matrix_cell() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if CELLS:
-        OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(json.dumps(CELLS, indent=1, sort_keys=True) + "\n")
+    cells.keep("support", CELLS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import cells
+
 for folder in (Path(__file__).parents[1] / "usage", Path(__file__).parent):
     sys.path.insert(0, str(folder))
 
-OUT = Path(__file__).parents[2] / "out" / "pipelines.json"
 FOUND: dict[str, dict[str, str]] = {}
 """pipeline class -> way -> "exact", "failed" or why it was refused."""
 
@@ -21,9 +21,7 @@ FOUND: dict[str, dict[str, str]] = {}
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
-    # A setup or a teardown that fails is a result as well: a test without a call is no success.
-    counts = report.failed or (report.when == "call" and not report.skipped)
-    if "sweep_cell" in item.fixturenames and counts:
+    if cells.counts(item, report, "sweep_cell"):
         params = item.callspec.params
         refused = dict(item.user_properties).get("refused")
         FOUND.setdefault(params["name"], {})[params["way"]] = (
@@ -38,6 +36,4 @@ def sweep_cell() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if FOUND:
-        OUT.parent.mkdir(exist_ok=True)
-        OUT.write_text(json.dumps(FOUND, indent=1, sort_keys=True) + "\n")
+    cells.keep("pipelines", FOUND)
