@@ -15,8 +15,8 @@ import greenroom.emulator  # noqa: F401 - registers the device
 from bench import offloaders as o
 from bench.clock import DEVICE, Bench, profile, start, virtual
 from bench.report import INK, Gate, Result, Table, main, mb, tidy
-from bench.subjects import Subject, flux2, sd35_medium, wan
-from residency import COST, FORWARDS, RATIOS, SHARES, WARM, block_bytes
+from bench.subjects import Subject
+from residency import COST, FORWARDS, WARM, block_bytes, grid
 
 emu = torch.emu  # type: ignore[attr-defined]
 LEARNING = 3  # forwards of the first call
@@ -94,12 +94,7 @@ def _point(subject: Subject, base: Any, ratio: float, share: float, budget: int,
 
 
 def run(quick: bool = False) -> Result:
-    subjects = {
-        "equal": wan(24, 128, 4),
-        "FLUX.2": flux2(2, 8, 4, 4) if quick else flux2(8, 48, 4, 4),
-        "SD3.5 Medium": sd35_medium(5, 4, 4, 4) if quick else sd35_medium(13, 10, 4, 4),
-    }
-    ratios, shares = ((2.0,), (0.0, 0.5)) if quick else (RATIOS, SHARES)
+    subjects, ratios, shares = grid(quick)
     start(races=quick, poison=quick)
     swept = {name: sweep(subject, ratios, shares) for name, subject in subjects.items()}
     start()

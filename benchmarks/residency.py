@@ -57,6 +57,16 @@ class Point:
         return sample.seconds / sample.bound(self.compute, self.bandwidth)
 
 
+def grid(quick: bool) -> tuple[dict[str, Subject], tuple[float, ...], tuple[float, ...]]:
+    """Subjects by name, copy/compute ratios, and shares of the blocks' bytes."""
+    subjects = {
+        "equal": wan(24, 128, 4),
+        "FLUX.2": flux2(2, 8, 4, 4) if quick else flux2(8, 48, 4, 4),
+        "SD3.5 Medium": sd35_medium(5, 4, 4, 4) if quick else sd35_medium(13, 10, 4, 4),
+    }
+    return (subjects, (2.0,), (0.0, 0.5)) if quick else (subjects, RATIOS, SHARES)
+
+
 def block_bytes(subject: Subject) -> list[int]:
     """Bytes of each block on the device, alignment included."""
     virtual(COST)
@@ -102,12 +112,7 @@ def sweep(subject: Subject, base: Profile, ratios: tuple[float, ...], shares: tu
 
 
 def run(quick: bool = False) -> Result:
-    subjects = {
-        "equal": wan(24, 128, 4),
-        "FLUX.2": flux2(2, 8, 4, 4) if quick else flux2(8, 48, 4, 4),
-        "SD3.5 Medium": sd35_medium(5, 4, 4, 4) if quick else sd35_medium(13, 10, 4, 4),
-    }
-    ratios, shares = ((2.0,), (0.0, 0.5)) if quick else (RATIOS, SHARES)
+    subjects, ratios, shares = grid(quick)
     start(races=quick, poison=quick)
     swept: dict[str, list[Point]] = {}
     others: dict[str, dict[str, list[Sample]]] = {}
