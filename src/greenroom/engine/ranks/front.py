@@ -232,13 +232,15 @@ class OmniRanks(Dispatch):
         Raises:
             ConfigError, GreenroomError, ValueError: as `Omni.set_memory`; ranks that had taken it go back.
         """
-        before = self._config
-        renewed = with_budget(before, memory_budget)
+        renewed = with_budget(self._config, memory_budget)
         try:
             reports = self._order("set_memory", lambda: self._use(renewed), memory_budget=memory_budget).result()
         except Exception:
+            # What another caller has put into force meanwhile stays.
+            in_force = self._config
+            assert in_force is not None
             with contextlib.suppress(WorkerDied):  # all are gone, or will be: nothing is in force any more
-                self._order("restore", config=before).exception()
+                self._order("restore", lambda: self._use(in_force), config=in_force).exception()
             raise
         return next((r for r in reports if r is not None), None)
 
