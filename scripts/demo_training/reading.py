@@ -28,7 +28,7 @@ def train_reading(pipe: FluxPipeline, steps: int, seed: int) -> None:
     """Cross entropy of throw-away linear heads on CLIP's pooled output and on each T5 position."""
     generator = torch.Generator().manual_seed(seed + 1)
     pick, writer = random.Random(seed + 1), PromptWriter(seed + 1)
-    heads = nn.ModuleList([nn.Linear(POOLED_WIDTH, 11), nn.Linear(TEXT_WIDTH, 11)])
+    heads = nn.ModuleList([nn.Linear(POOLED_WIDTH, NOTHING + 1), nn.Linear(TEXT_WIDTH, NOTHING + 1)])
     parameters = [p for part in (pipe.text_encoder, pipe.text_encoder_2, heads) for p in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1.5e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
