@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import psutil
@@ -18,15 +20,20 @@ _PROGRAM = "import greenroom.emulator; from greenroom.cli import main; main()"
 
 
 @contextlib.contextmanager
-def command(*words: str) -> Iterator[tuple[str, psutil.Process]]:
+def command(*words: str, output: Path | None = None) -> Iterator[tuple[str, psutil.Process]]:
     """`greenroom serve` with `words` behind it, where an emulated accelerator is present; always stopped.
+
+    Args:
+        *words: of the command line.
+        output: a file for what it prints; None where nobody needs it.
 
     Yields:
         Its address, and the process.
     """
     port = free_port()
     program = [sys.executable, "-c", _PROGRAM, "serve", *words, "--port", str(port)]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    told = output.open("w+") if output is not None else tempfile.TemporaryFile("w+")  # a pipe that is full blocks
+    process = subprocess.Popen(program, stdout=told, stderr=subprocess.STDOUT, text=True)
     url = f"http://127.0.0.1:{port}"
     try:
         limit = time.monotonic() + 120
@@ -35,7 +42,8 @@ def command(*words: str) -> Iterator[tuple[str, psutil.Process]]:
                 if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
                     break
             if process.poll() is not None or time.monotonic() > limit:
-                raise AssertionError(f"the server did not start: {process.stdout.read() if process.stdout else ''}")
+                told.seek(0)
+                raise AssertionError(f"the server did not start: {told.read()}")
             time.sleep(0.1)
         yield url, psutil.Process(process.pid)
     finally:
@@ -46,3 +54,5 @@ def command(*words: str) -> Iterator[tuple[str, psutil.Process]]:
             process.kill()
             process.wait()
             raise
+        finally:
+            told.close()

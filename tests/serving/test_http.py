@@ -457,26 +457,6 @@ def test_the_report_and_the_metrics(own: Any) -> None:
     assert float(values['greenroom_phase_seconds_count{phase="denoise"}']) == 1
 
 
-def test_the_server_stops_with_requests_in_flight(emu: Any) -> None:
-    omni = Omni(checkpoint_path(), device="emu", **STRATEGIES["layer"])
-    statuses: list[int] = []
-    with serving(omni, ServerSettings(shutdown_timeout=2)) as live:
-
-        def post() -> None:
-            with live.client() as client:
-                try:
-                    statuses.append(client.post(ROUTE, json={**BODY, "num_inference_steps": 200}).status_code)
-                except httpx.TransportError:
-                    statuses.append(0)
-
-        thread = threading.Thread(target=post)
-        thread.start()
-        until(lambda: omni.status.running is not None)
-    thread.join(30)
-    assert not thread.is_alive() and not omni._worker.thread.is_alive()
-    assert len(statuses) == 1
-
-
 def test_files_of_a_form_are_closed_when_they_were_read(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str | None] = []
     close = UploadFile.close

@@ -45,10 +45,10 @@ def create_app(omni: Engine, settings: ServerSettings | None = None) -> FastAPI:
         finally:
             tidying.cancel()
             try:
-                await asyncio.to_thread(omni.shutdown, settings.shutdown_timeout)
+                await asyncio.to_thread(omni.shutdown, context.time_left)
             finally:
                 context.operators.shutdown(wait=False, cancel_futures=True)
-                await asyncio.to_thread(store.close)
+                await asyncio.to_thread(store.close, context.time_left)
 
     app = FastAPI(
         title="Greenroom",
@@ -72,8 +72,8 @@ def create_app(omni: Engine, settings: ServerSettings | None = None) -> FastAPI:
             raise errors.ApiError(404, "there is no such file")
         return FileResponse(_STATIC / name, headers=_PAGE_HEADERS)
 
-    app.add_middleware(Guards, settings=settings)
-    app.state.context = context
+    app.add_middleware(Guards, context=context)
+    app.state.context, app.state.store = context, store
     return app
 
 

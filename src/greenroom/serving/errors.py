@@ -72,6 +72,11 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
+def shutting_down(message: str = "the server is shutting down") -> ApiError:
+    """A 503 that has a client try elsewhere, or later."""
+    return ApiError(503, message, code="shutting_down", headers={"Retry-After": "5", "Connection": "close"})
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """What a client is told about an error; what is not the client's doing says no more than it has to."""
     if isinstance(error, ApiError):
@@ -85,8 +90,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestCancelled):
         if "longer than" in error.reason:
             return ApiError(408, str(error), code="timeout")
-        status = 503 if "shutting down" in error.reason else CLIENT_CLOSED_REQUEST
-        return ApiError(status, str(error), code="cancelled")
+        if "shutting down" in error.reason:
+            return shutting_down(str(error))
+        return ApiError(CLIENT_CLOSED_REQUEST, str(error), code="cancelled")
     if isinstance(error, WorkerDied | RanksError):
         return ApiError(503, f"{error}; POST /v1/restart starts a new one", code="worker_dead")
     if isinstance(error, ConfigError):

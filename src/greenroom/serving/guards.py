@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,8 +11,8 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from greenroom.serving.errors import ApiError, as_api_error, log
-from greenroom.serving.settings import ServerSettings
+from greenroom.serving.context import Context
+from greenroom.serving.errors import ApiError, as_api_error, log, shutting_down
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -31,16 +32,17 @@ class Guards:
         which must be this server's own for anything that is not mere reading.
     """
 
-    def __init__(self, app: Any, settings: ServerSettings) -> None:
+    def __init__(self, app: Any, context: Context) -> None:
         self.app = app
-        self.settings = settings
+        self.context = context
+        self.settings = context.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        error = self._key(scope, headers) or self._origin(scope, headers) or self._length(headers)
+        error = self._leaving() or self._key(scope, headers) or self._origin(scope, headers) or self._length(headers)
         if error is not None:
             await error.response()(scope, receive, send)  # type: ignore[arg-type]
             return
@@ -66,12 +68,21 @@ class Guards:
             await self.app(scope, counted, noted)
         except ClientDisconnect:
             return  # in the middle of its body: nobody is there to be answered
+        except asyncio.CancelledError:
+            # A body that did not come, or an answer that was not read, for as long as a shutdown may take.
+            if not self.context.leaving:
+                raise
+            if not started:
+                await shutting_down().response()(scope, receive, send)  # type: ignore[arg-type]
         except Exception as error:
             # Not left to the server, which would close the connection behind its answer.
             log.error("unexpected error in %s %s", scope["method"], scope["path"], exc_info=error)
             if started:
                 raise
             await as_api_error(error).response()(scope, receive, send)  # type: ignore[arg-type]
+
+    def _leaving(self) -> ApiError | None:
+        return shutting_down() if self.context.leaving else None
 
     def _key(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
         key = self.settings.api_key

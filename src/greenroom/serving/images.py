@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 from greenroom.engine import Job, OmniResult, RequestCancelled
 from greenroom.engine.media import as_picture, read_image, write_image
 from greenroom.serving.context import Context, changes, event
-from greenroom.serving.errors import ApiError, as_api_error
+from greenroom.serving.errors import ApiError, as_api_error, shutting_down
 from greenroom.serving.forms import bytes_or_text, form_words, read_fields
 from greenroom.serving.schemas import ImageEdit, ImageGeneration, parse
 
@@ -114,7 +114,7 @@ async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job)
     name = "image_edit" if kind == "edit" else "image_generation"
     told = False
     try:
-        async for changed in changes(job):
+        async for changed in changes(context, job):
             if not changed:
                 yield b": still here\n\n"
                 continue
@@ -130,6 +130,8 @@ async def _stream(context: Context, kind: str, words: ImageGeneration, job: Job)
             )
         told = True
         try:
+            if not job.future.done():
+                raise shutting_down()
             result = job.future.result()
         except Exception as error:
             context.metrics.failed(kind, error)

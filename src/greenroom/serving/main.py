@@ -11,8 +11,6 @@ Note [Nobody holds the interpreter for long]
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import signal
 import socket
 import sys
@@ -21,6 +19,7 @@ import uvicorn
 
 from greenroom.engine import Engine
 from greenroom.serving.app import create_app
+from greenroom.serving.leaving import SIGNALS, Server
 from greenroom.serving.settings import ServerSettings
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
@@ -45,21 +44,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(omni: Engine, settings: ServerSettings, listener: socket.socket, *, log_level: str = "info") -> None:
-    """Serves until SIGINT or SIGTERM; running requests then get `settings.shutdown_timeout` seconds."""
+    """Serves until SIGINT or SIGTERM. Requests are given up then; a second signal ends the process at once.
+
+    Whatever hangs, it is over `settings.shutdown_timeout` seconds after the signal.
+    """
     yield_often()
-    server = make_server(omni, settings, log_level=log_level)
-    # uvicorn raises the signal that stopped it once more, which would end the process before what is left to do here.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    server = make_server(omni, settings, log_level=log_level, alone=True)
+    # For a signal that comes when uvicorn listens to none any more.
+    for number in SIGNALS:
+        signal.signal(number, server.end_at_once)
     try:
         server.run(sockets=[listener])
     finally:
         listener.close()
-        if not omni.shutdown(timeout_s=settings.shutdown_timeout):
-            # A step that outlasts the limit cannot be interrupted, and must not keep the process either.
-            logging.getLogger("greenroom.serving").warning("the running step did not end in time; leaving without it")
-            logging.shutdown()
-            os._exit(1)
+        if not omni.shutdown(timeout_s=server.context.time_left):
+            server.end_late()
 
 
 def yield_often() -> None:
@@ -69,15 +68,21 @@ def yield_often() -> None:
     gc.freeze()
 
 
-def make_server(omni: Engine, settings: ServerSettings, *, log_level: str = "info") -> uvicorn.Server:
-    """A uvicorn server around the app, for callers that run it themselves."""
+def make_server(omni: Engine, settings: ServerSettings, *, log_level: str = "info", alone: bool = False) -> Server:
+    """A uvicorn server around the app, for callers that run it themselves.
+
+    Args:
+        omni: the engine.
+        settings: what is allowed.
+        log_level: one of `LOG_LEVELS`.
+        alone: the process ends with this server, whatever hangs.
+    """
     config = uvicorn.Config(
         create_app(omni, settings),
         log_level=log_level,
         access_log=log_level in ("debug", "trace"),
-        timeout_graceful_shutdown=max(1, int(settings.shutdown_timeout)),
         # Parsing in C is optional and not depended upon.
         ws="none",
         server_header=False,
     )
-    return uvicorn.Server(config)
+    return Server(config, alone=alone)

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class VideoStore:
         self._lock = threading.Lock()
         # Encoding is not the worker's business: the device would wait for it.
         self._encoder = ThreadPoolExecutor(1, "greenroom-encoder")
+        self._encoding: set[Future[None]] = set()
 
     def add(self, submit: Callable[[], Job], words: VideoCreation) -> StoredVideo:
         """Keeps a place for a video and submits its request.
@@ -127,12 +128,21 @@ class VideoStore:
             if video.expires_at is not None and video.expires_at <= now:
                 self.remove(video)
 
-    def close(self) -> None:
-        """Cancels what runs and deletes every file."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Cancels what runs and deletes every file.
+
+        Args:
+            timeout_s: how long to wait for a video that is being encoded; None for as long as it takes.
+        """
         for video in list(self._videos.values()):
             video.job.cancel("the engine is shutting down")
-        self._encoder.shutdown(wait=True, cancel_futures=True)
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        wait(list(self._encoding), timeout_s)
         self._videos.clear()
+        self.delete_files()
+
+    def delete_files(self) -> None:
+        """Deletes every file, whoever still needs it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _leaving(self) -> StoredVideo | None:
@@ -155,7 +165,9 @@ class VideoStore:
 
     def _encode_later(self, video: StoredVideo) -> None:
         with contextlib.suppress(RuntimeError):  # the store was closed
-            self._encoder.submit(self._finish, video)
+            future = self._encoder.submit(self._finish, video)
+            self._encoding.add(future)
+            future.add_done_callback(self._encoding.discard)
 
     def _finish(self, video: StoredVideo) -> None:
         try:

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 
 from greenroom.engine.media import read_image
 from greenroom.serving.context import Context, changes, event
-from greenroom.serving.errors import ApiError
+from greenroom.serving.errors import ApiError, shutting_down
 from greenroom.serving.forms import bytes_or_text, form_words, read_fields
 from greenroom.serving.schemas import VideoCreation, parse
 from greenroom.serving.store import StoredVideo, VideoStore
@@ -97,8 +97,11 @@ def router(context: Context, store: VideoStore) -> APIRouter:
 
 async def _events(context: Context, video: StoredVideo) -> AsyncIterator[bytes]:
     # Listening costs nothing and owns nothing: a client that goes away leaves its video alone.
-    async for changed in changes(video.job):
+    async for changed in changes(context, video.job):
         yield event("video.progress", video.to_dict(context.model_name)) if changed else b": still here\n\n"
     while video.status in ("queued", "in_progress"):
+        if context.late:
+            yield event("error", shutting_down().body)
+            return
         await asyncio.sleep(0.05)
     yield event(f"video.{video.status}", video.to_dict(context.model_name))
