@@ -32,10 +32,13 @@ def command(*words: str, output: Path | None = None) -> Iterator[tuple[str, psut
     """
     port = free_port()
     program = [sys.executable, "-c", _PROGRAM, "serve", *words, "--port", str(port)]
-    told = output.open("w+") if output is not None else tempfile.TemporaryFile("w+")  # a pipe that is full blocks
-    process = subprocess.Popen(program, stdout=told, stderr=subprocess.STDOUT, text=True)
     url = f"http://127.0.0.1:{port}"
-    try:
+    with contextlib.ExitStack() as stack:
+        # A file, because a pipe that nobody reads blocks who writes when it is full.
+        file = output.open("w+") if output is not None else tempfile.TemporaryFile("w+")  # noqa: SIM115
+        told = stack.enter_context(file)
+        process = subprocess.Popen(program, stdout=told, stderr=subprocess.STDOUT, text=True)
+        stack.callback(_stop, process)
         limit = time.monotonic() + 120
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -46,13 +49,13 @@ def command(*words: str, output: Path | None = None) -> Iterator[tuple[str, psut
                 raise AssertionError(f"the server did not start: {told.read()}")
             time.sleep(0.1)
         yield url, psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-        finally:
-            told.close()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
