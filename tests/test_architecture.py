@@ -12,9 +12,8 @@ PACKAGE = ROOT / "src" / "greenroom"
 # From the top to the bottom; a room may import from its own level and from those below.
 LEVELS = (
     ("__main__", "cli"),
-    ("serving",),
+    ("serving", "generate"),
     ("engine", "demo", "testing"),
-    ("generate",),
     ("loading",),
     ("api",),
     ("handle",),

@@ -11,15 +11,18 @@ from greenroom.errors import ConfigError
 MAX_SEED = 2**63 - 1
 MAX_PIXELS = 2**16
 MAX_SCALE = 1000.0
+# Beyond what anybody waits for. Schedulers make tables of as many rows as steps before the first of them.
+MAX_STEPS = 100_000
+MAX_COUNT = 100_000
 
-# Name -> least and most; no most means that only the device's memory and the caller's patience set one.
-WHOLE: Mapping[str, tuple[int, int | None]] = {
+# Name -> least and most.
+WHOLE: Mapping[str, tuple[int, int]] = {
     "height": (1, MAX_PIXELS),
     "width": (1, MAX_PIXELS),
-    "num_frames": (1, None),
-    "num_inference_steps": (1, None),
-    "max_sequence_length": (1, None),
-    "num_outputs_per_prompt": (1, None),
+    "num_frames": (1, MAX_COUNT),
+    "num_inference_steps": (1, MAX_STEPS),
+    "max_sequence_length": (1, MAX_COUNT),
+    "num_outputs_per_prompt": (1, MAX_COUNT),
     "seed": (0, MAX_SEED),
 }
 REAL: Mapping[str, tuple[float, float]] = {
@@ -53,12 +56,12 @@ def check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
             _real(name, value, *REAL[name])
 
 
-def _whole(name: str, value: Any, least: int, most: int | None) -> None:
+def _whole(name: str, value: Any, least: int, most: int) -> None:
     # A truth value is a number to Python and a mistake here. NumPy's numbers are numbers.
     good = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not good or value < least or (most is not None and value > most):
+    if not good or not least <= value <= most:
         shown = "2**63 - 1" if most == MAX_SEED else most
-        raise ConfigError(name, value, f"a whole number from {least}" + ("" if most is None else f" to {shown}"))
+        raise ConfigError(name, value, f"a whole number from {least} to {shown}")
 
 
 def _real(name: str, value: Any, least: float, most: float) -> None:

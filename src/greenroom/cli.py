@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +18,14 @@ app = typer.Typer(
     help="CPU offloading for diffusion models: exact to the bit, as fast as the bus allows.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Tables of help cut the names of options where lines are short, and read brackets in texts as their own.
+    rich_markup_mode=None,
 )
 console = Console()
 errors = Console(stderr=True)
 
+ModelArgument = Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")]
+DtypeOption = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 OffloadOption = Annotated[
     str | None,
     typer.Option(
@@ -60,21 +66,40 @@ DemoDeviceOption = Annotated[
 _FLAGS = frozenset(
     {
         "dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size", "usp",
-        "negative_prompt", "seed", "height", "width", "guidance_scale",
+        "tensor_parallel_size", "output", "negative_prompt", "seed", "height", "width", "steps", "frames",
+        "guidance_scale", "memory_budget",
     }
 )  # fmt: skip
-_OTHER_NAMES = {"memory": "memory_budget", "num_inference_steps": "steps"}
+_OTHER_NAMES = {"memory": "memory_budget", "num_inference_steps": "steps", "num_frames": "frames"}
 
 
 def _told(error: Exception, memory_budget: str | None) -> str:
     """An error in the words of the command line: what a flag has set is called by the flag's name."""
-    if isinstance(error, ConfigError):
-        field = _OTHER_NAMES.get(error.field, error.field)
-        from_budget = field == "memory_budget" and memory_budget is not None
-        if from_budget or field in {*_FLAGS, "steps"} or field.startswith("dlo_"):
-            value = memory_budget if from_budget else error.value
-            return str(ConfigError(f"--{field.replace('_', '-')}", value, error.accepted, error.hint))
-    return str(error)
+    text, field = str(error), getattr(error, "field", None)
+    flag = _OTHER_NAMES.get(field or "", field or "")
+    if flag == "memory_budget" and memory_budget is None:
+        return text
+    if isinstance(error, ConfigError) and flag == "memory_budget":
+        text = str(ConfigError(error.field, memory_budget, error.accepted, error.hint))
+    if (flag in _FLAGS or flag.startswith("dlo_")) and text.startswith(f"{field} "):
+        return f"--{flag.replace('_', '-')}{text.removeprefix(str(field))}"
+    return text
+
+
+@contextlib.contextmanager
+def _in_one_line(memory_budget: str | None = None) -> Iterator[None]:
+    """Ends the command with one line for what is raised on purpose, and for a device that is too small."""
+    try:
+        yield
+    except (GreenroomError, OSError, ImportError) as error:
+        raise _fail(_told(error, memory_budget)) from None
+    except RuntimeError as error:
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        told = f"the device has too little memory for what is to stay on it; offload more ({error})"
+        raise _fail(told) from None
 
 
 def _say(text: str, lead: str = "", to: Console = console) -> None:
@@ -103,9 +128,12 @@ def demo(
 
 @app.command()
 def generate(
-    model: Annotated[Path, typer.Argument(help="Folder of a diffusers checkpoint.")],
+    model: ModelArgument,
     prompt: Annotated[str, typer.Option(help="What to draw.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("out.png"),
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="The picture or video to write. Default: out.png, or out.mp4 for a video."),
+    ] = None,
     diffusion_offload_config: OffloadOption = None,
     enable_cpu_offload: ModelLevelOption = False,
     enable_layerwise_offload: LayerwiseOption = False,
@@ -116,48 +144,51 @@ def generate(
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps. Default: the pipeline's.")] = None,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the pipeline's.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels. Default: the pipeline's.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video. Default: the pipeline's.")] = None,
+    fps: Annotated[int, typer.Option(min=1, max=120, help="Frames per second of a video.")] = 16,
     guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: DtypeOption = "auto",
+    variant: VariantOption = None,
+    revision: RevisionOption = None,
+    trust_remote_code: RemoteCodeOption = False,
 ) -> None:
-    """Draws one picture with a local diffusers checkpoint, offloaded."""
-    from PIL import Image
+    """Draws one picture or video with a diffusers checkpoint, offloaded."""
+    with _in_one_line(memory_budget):
+        from greenroom.engine import OmniDiffusionSamplingParams
+        from greenroom.generate import generate_file
 
-    from greenroom.generate import Request, generate_image
-
-    if output.suffix.lower() not in Image.registered_extensions():
-        raise _fail(f"output = {str(output)!r} is not accepted; accepted: a name that ends in .png, .jpg, .webp or so")
-    request = Request(
-        prompt=prompt,
-        negative_prompt=negative_prompt,
-        seed=seed,
-        steps=steps,
-        height=height,
-        width=width,
-        guidance_scale=guidance_scale,
-    )
-    try:
-        picture, report = generate_image(
+        params = OmniDiffusionSamplingParams(
+            negative_prompt=negative_prompt,
+            seed=seed,
+            num_inference_steps=steps,
+            height=height,
+            width=width,
+            num_frames=frames,
+            guidance_scale=guidance_scale,
+        )
+        written, report = generate_file(
             model,
-            request,
-            config=diffusion_offload_config,
-            memory=memory_budget,
+            prompt,
+            params,
+            output,
+            fps=fps,
+            diffusion_offload_config=diffusion_offload_config,
+            memory_budget=memory_budget,
             enable_cpu_offload=enable_cpu_offload,
             enable_layerwise_offload=enable_layerwise_offload,
             device=device,
             dtype=dtype,
+            variant=variant,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
         )
-    except (GreenroomError, OSError) as error:
-        raise _fail(_told(error, memory_budget)) from None
-    output.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(output)
-    if report is not None:
-        _say(str(report))
-    _say(str(output), "[green]wrote[/] ")
+    _say(report)
+    _say(str(written), "[green]wrote[/] ")
 
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
+    model: ModelArgument,
     memory_budget: BudgetOption = None,
     device: Annotated[
         str | None,
@@ -175,12 +206,10 @@ def plan(
     from greenroom.loading import load_checkpoint
     from greenroom.loading.plan import budget_bytes, describe, plan_pipeline
 
-    try:
+    with _in_one_line(memory_budget):
         budget = None if memory_budget is None else budget_bytes(memory_budget, device)
         loaded = load_checkpoint(model, variant=variant, revision=revision, trust_remote_code=trust_remote_code)
         planned = plan_pipeline(loaded.pipeline, budget)
-    except (GreenroomError, OSError) as error:
-        raise _fail(_told(error, memory_budget)) from None
     if as_json:
         typer.echo(json.dumps({**asdict(planned), "loading": loaded.report.to_dict()}))
         return
@@ -191,7 +220,7 @@ def plan(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")],
+    model: ModelArgument,
     omni: Annotated[bool, typer.Option("--omni", help="Accepted; every model is served this way.")] = True,
     diffusion_offload_config: OffloadOption = None,
     enable_cpu_offload: ModelLevelOption = False,
@@ -199,7 +228,14 @@ def serve(
     enable_distributed_layerwise_offload: Annotated[
         bool, typer.Option("--enable-distributed-layerwise-offload", help="Layerwise over several ranks.")
     ] = False,
-    dlo_use_allgather: Annotated[bool, typer.Option(help="Each rank copies its share, the group gathers.")] = True,
+    dlo_use_allgather: Annotated[
+        bool,
+        typer.Option(
+            "--dlo-use-allgather/--dlo-no-use-allgather",
+            " /--no-dlo-use-allgather",
+            help="Each rank copies its share, the group gathers.",
+        ),
+    ] = True,
     dlo_resident_layers: Annotated[int, typer.Option(min=0, help="DiT blocks that stay on the device.")] = 0,
     dlo_pin_budget_gb: Annotated[float | None, typer.Option(help="Most host memory to lock, in GB.")] = None,
     dlo_pin_failure_policy: Annotated[str, typer.Option(help="fail or whole_block_fallback.")] = "fail",
@@ -210,12 +246,15 @@ def serve(
     usp: Annotated[
         int, typer.Option(min=1, help="Ranks that compute each request together (Ulysses sequence parallelism).")
     ] = 1,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Accepted; 1 is all that there is, as matrices are not split over ranks.")
+    ] = 1,
     rank_timeout: Annotated[
         float, typer.Option(min=3, help="Seconds without a sign of life after which a rank counts as dead.")
     ] = 30.0,
     memory_budget: BudgetOption = None,
     device: DeviceOption = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    dtype: DtypeOption = "auto",
     variant: VariantOption = None,
     revision: RevisionOption = None,
     trust_remote_code: RemoteCodeOption = False,
@@ -240,8 +279,6 @@ def serve(
         from greenroom.serving.main import LOG_LEVELS, listen, run
     except ImportError as error:
         raise _fail(str(error)) from None
-    import torch
-
     from greenroom.engine import serve_rank, start_engine, world_rank
 
     if world_rank() > 0:
@@ -266,6 +303,7 @@ def serve(
         "enable_cpu_offload": enable_cpu_offload,
         "enable_layerwise_offload": enable_layerwise_offload,
         "enable_distributed_layerwise_offload": enable_distributed_layerwise_offload,
+        "tensor_parallel_size": tensor_parallel_size,
         "dlo_use_allgather": dlo_use_allgather,
         "dlo_resident_layers": dlo_resident_layers,
         "dlo_pin_budget_gb": dlo_pin_budget_gb,
@@ -281,12 +319,8 @@ def serve(
         max_steps=max_steps,
         request_timeout=request_timeout,
     )
-    try:
+    with _in_one_line(memory_budget):
         engine = start_engine(model, data_parallel_size=data_parallel_size, usp=usp, rank_timeout=rank_timeout, **words)
-    except (GreenroomError, OSError, ImportError) as error:
-        raise _fail(_told(error, memory_budget)) from None
-    except torch.OutOfMemoryError as error:
-        raise _fail(f"the device has too little memory for what is to stay on it; offload more ({error})") from None
     report = engine.report()
     _say(str(report) if report is not None else f"not offloaded, on {engine.device}")
     shown = f"[{host}]" if ":" in host else host

@@ -1,129 +1,98 @@
-"""One picture from a checkpoint on disk: load, offload, call, give back."""
+"""One picture or video from a checkpoint, into a file."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+import io
+import os
 from pathlib import Path
 from typing import Any
 
-import torch
+from PIL import Image
 
-from greenroom.accelerator import Accelerator, find_device
-from greenroom.api import offload
 from greenroom.bounds import check_numbers
-from greenroom.config import parse_config
-from greenroom.errors import ConfigError, GreenroomError, NotSupportedError
-from greenroom.grain import grain_of
-from greenroom.handle import Report
-from greenroom.loading import check_dtype, load_checkpoint
+from greenroom.engine import Omni, OmniDiffusionSamplingParams
+from greenroom.engine.facts import draws_videos
+from greenroom.engine.media import as_picture, find_av, write_video
+from greenroom.engine.sampling import check_prompt
+from greenroom.errors import ConfigError
+from greenroom.loading import locate, pipeline_class, read_index
+
+VIDEO = ".mp4"
+_PICTURES = ".png, .jpg, .webp or so"
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to draw. None leaves the choice to the checkpoint, then to the pipeline.
-
-    Attributes:
-        prompt: what to draw.
-        negative_prompt: what to keep out.
-        seed: of a CPU generator, so that the same seed gives the same latents on every device.
-        steps: denoising steps.
-        height, width: pixels.
-        guidance_scale: as the pipeline understands it.
-    """
-
-    prompt: str
-    negative_prompt: str | None = None
-    seed: int = 0
-    steps: int | None = None
-    height: int | None = None
-    width: int | None = None
-    guidance_scale: float | None = None
-
-    def words(self) -> dict[str, Any]:
-        """What was asked for, by the names of a pipeline's call."""
-        return {
-            "prompt": self.prompt,
-            "negative_prompt": self.negative_prompt,
-            "num_inference_steps": self.steps,
-            "height": self.height,
-            "width": self.width,
-            "guidance_scale": self.guidance_scale,
-        }
-
-    def call_arguments(self, accepted: set[str], defaults: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments for a pipeline's call.
-
-        Raises:
-            ConfigError: something was asked for that this pipeline has no argument for.
-        """
-        arguments = {k: v for k, v in defaults.items() if k in accepted}
-        for name, value in self.words().items():
-            if value is None:
-                continue
-            if name not in accepted:
-                raise ConfigError(name, value, "what this pipeline's call takes: " + ", ".join(sorted(accepted)))
-            arguments[name] = value
-        arguments["generator"] = torch.Generator("cpu").manual_seed(self.seed)
-        return arguments
-
-
-def generate_image(
-    model: Path,
-    request: Request,
+def generate_file(
+    model: str,
+    prompt: str,
+    params: OmniDiffusionSamplingParams,
+    output: Path | None = None,
     *,
-    config: str | None = None,
-    memory: str | None = None,
-    enable_cpu_offload: bool = False,
-    enable_layerwise_offload: bool = False,
-    device: str | None = None,
-    dtype: str = "auto",
-) -> tuple[Any, Report | None]:
-    """Loads `model`, offloads it as configured and draws one picture.
+    fps: int = 16,
+    **words: Any,
+) -> tuple[Path, str]:
+    """Loads `model`, offloads it as configured and draws one picture, or one video, into a file.
 
-    Without any offload word the pipeline runs as it is, wholly on the device.
+    Args:
+        model: a diffusers folder or a hub id.
+        prompt: what to draw.
+        params: how to sample. A model that makes videos draws a picture where `num_frames` is 1.
+        output: the file; its suffix must be one of what the model makes. None for `out.png` or `out.mp4`.
+        fps: frames per second of a video.
+        **words: as for `Omni`.
 
     Returns:
-        The picture (PIL) and the offload's report, None where nothing was offloaded.
+        The file, and the offload's report.
 
     Raises:
-        ConfigError: a word, an argument or the dtype is not accepted.
-        OffloadError: the device is not there.
-        CheckpointError: the folder is not a diffusers checkpoint, or not a whole one.
-        NotSupportedError: it makes videos.
-        GreenroomError: the pipeline does not accept the request.
+        ConfigError: a word, a number or the file is not accepted; of a folder, before anything is loaded.
+        ImportError: what writes videos is not installed.
+        Exception: as `Omni` and `Omni.generate`.
     """
-    wanted = config is not None or memory is not None or enable_cpu_offload or enable_layerwise_offload
-    # Every word is read, and the device found, before gigabytes are.
-    parsed = parse_config(
-        config,
-        memory=memory,
-        enable_cpu_offload=enable_cpu_offload,
-        enable_layerwise_offload=enable_layerwise_offload,
-    )
-    check_numbers({**request.words(), "seed": request.seed})
-    place = find_device(device)
-    if device is not None:
-        place = Accelerator.of(place).device
-    check_dtype(dtype)
-    loaded = load_checkpoint(str(model), dtype=dtype)
-    pipe = loaded.pipeline
-    accepted = set(inspect.signature(type(pipe).__call__).parameters) - {"self"}
-    if "num_frames" in accepted:
-        raise NotSupportedError(f"{type(pipe).__name__} makes videos, which `Omni` and `greenroom serve` return")
-    call = request.call_arguments(accepted, loaded.recommended)
-    check_numbers(request.words(), grain_of(pipe, call))
-    if not wanted:
-        return _draw(pipe.to(place), call), None
-    handle = offload(pipe, parsed, device=place)
-    picture = _draw(pipe, call)
-    return picture, handle.report()
+    check_numbers(vars(params))
+    check_prompt(prompt)
+    # What the hub has is downloaded when all words were read.
+    kind = pipeline_class(read_index(locate(model))) if Path(model).expanduser().is_dir() else None
+    if kind is not None:
+        output = _checked(output, kind.__name__, draws_videos(kind), params.num_frames)
+    with Omni(model, **words) as omni:
+        facts = omni.facts
+        output = _checked(output, facts.pipeline, facts.makes_videos, params.num_frames)
+        (result,) = omni.generate(prompt, params)
+        report = omni.report()
+    if output.suffix.lower() == VIDEO:
+        output.write_bytes(write_video(result.frames, fps))
+    else:
+        as_picture((result.frames if facts.makes_videos else result.images)[0]).save(output)
+    return output, str(report) if report is not None else f"not offloaded, on {omni.device}"
 
 
-def _draw(pipe: Any, call: dict[str, Any]) -> Any:
+def _checked(output: Path | None, pipeline: str, videos: bool, frames: int | None) -> Path:
+    """Where to write what a pipeline makes."""
+    if not videos and frames is not None:
+        raise ConfigError("num_frames", frames, f"nothing, since {pipeline} draws pictures")
+    if output is None:
+        output = Path("out" + (VIDEO if videos else ".png"))
+    suffix = output.suffix.lower()
+    if videos:
+        good = suffix == VIDEO or (frames == 1 and _writes_pictures(suffix))
+        accepted = f"a name that ends in {VIDEO}, since {pipeline} makes videos; of 1 frame also in {_PICTURES}"
+    else:
+        good = _writes_pictures(suffix)
+        accepted = f"a name that ends in {_PICTURES}, since {pipeline} draws pictures"
+    if not good:
+        raise ConfigError("output", str(output), accepted)
+    there = output if output.exists() else output.parent
+    if output.is_dir() or not (output.parent.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError("output", str(output), "a file that can be written, in a folder that exists")
+    if suffix == VIDEO:
+        find_av()
+    return output
+
+
+def _writes_pictures(suffix: str) -> bool:
+    """Asked of the encoder itself: some formats are only read, or hold no colours."""
     try:
-        return pipe(**call).images[0]
-    except GreenroomError:
-        raise
-    except ValueError as error:  # what diffusers' pipelines check their inputs with
-        raise GreenroomError(f"the pipeline refused the request: {error}") from error
+        Image.new("RGB", (1, 1)).save(io.BytesIO(), Image.registered_extensions()[suffix])
+    except (KeyError, OSError, ValueError):
+        return False
+    return True

@@ -65,6 +65,15 @@ def test_omni_refuses_before_anything_runs(
     assert omni.generate(PROMPT, {"num_inference_steps": 1}, progress=False)[0].images and forwards
 
 
+@pytest.mark.parametrize(
+    "field", ["num_inference_steps", "num_frames", "max_sequence_length", "num_outputs_per_prompt"]
+)
+def test_counts_that_no_memory_holds_are_refused(omni: Omni, forwards: list[str], field: str) -> None:
+    with pytest.raises(RequestRefused, match=f"{field} = {10**12} is not accepted; accepted: a whole number from 1 to"):
+        omni.generate(PROMPT, {field: 10**12}, progress=False)
+    assert not forwards
+
+
 @pytest.mark.parametrize("field", ["height", "width"])
 def test_sizes_between_two_that_the_model_draws_are_refused(omni: Omni, forwards: list[str], field: str) -> None:
     grain = omni.facts.grain

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from greenroom.engine.variants import takes
 from greenroom.frozen import FrozenDict
 from greenroom.grain import grain_of
 
@@ -36,6 +35,12 @@ class ModelFacts:
         return self.defaults.get(name) if value is None else value
 
 
+def draws_videos(kind: type) -> bool:
+    """Whether pipelines of a class make videos rather than pictures."""
+    call: Any = kind.__call__
+    return "num_frames" in inspect.signature(call).parameters
+
+
 def facts_of(pipeline: Any, recommended: Mapping[str, Any]) -> ModelFacts:
     """The facts of a diffusers pipeline."""
     parameters = inspect.signature(type(pipeline).__call__).parameters
@@ -43,7 +48,7 @@ def facts_of(pipeline: Any, recommended: Mapping[str, Any]) -> ModelFacts:
     return ModelFacts(
         pipeline=type(pipeline).__name__,
         grain=grain_of(pipeline),
-        makes_videos=takes(pipeline, "num_frames"),
+        makes_videos=draws_videos(type(pipeline)),
         recommended=FrozenDict(recommended),
         defaults=FrozenDict(defaults),
     )

@@ -99,6 +99,19 @@ def write_image(picture: Image.Image, format: str = "png", quality: int = 95) ->
     return out.getvalue()
 
 
+def find_av() -> Any:
+    """The module of PyAV.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("writing videos needs PyAV: pip install 'greenroom[serve]'") from error
+    return av
+
+
 def write_video(frames: Sequence[Any], fps: int = 16) -> bytes:
     """Frames as an H.264 MP4 (yuv420p, or yuv444p for odd sizes); the same frames give the same bytes.
 
@@ -109,10 +122,7 @@ def write_video(frames: Sequence[Any], fps: int = 16) -> bytes:
     Raises:
         ImportError: PyAV is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError("writing videos needs PyAV: pip install 'greenroom[serve]'") from error
+    av = find_av()
     arrays = [as_pixels(f) for f in frames]
     height, width = arrays[0].shape[:2]
     out = io.BytesIO()

@@ -146,7 +146,7 @@ def call_arguments(
         if name not in accepted:
             raise _unknown(pipeline, name, value)
         arguments[name] = value
-    _check_prompt(arguments.get("prompt"))
+    check_prompt(arguments.get("prompt"))
     _check_output_type(arguments.setdefault("output_type", "pil"))
     if "output_type" not in accepted:
         del arguments["output_type"]
@@ -166,7 +166,8 @@ def call_arguments(
     return arguments, seed
 
 
-def _check_prompt(prompt: object) -> None:
+def check_prompt(prompt: object) -> None:
+    """Raises RequestRefused for what is not a text that says something."""
     if not isinstance(prompt, str):
         raise RequestRefused("prompt", f"prompt = {prompt!r} is not accepted; accepted: text")
     if not prompt.strip():

@@ -6,7 +6,15 @@ handle = greenroom.offload(loaded.pipeline, {"mode": "layer"})  # each tensor is
 
 from greenroom.loading.errors import CheckpointError
 from greenroom.loading.headers import ComponentFiles, TensorEntry, component_files, read_header
-from greenroom.loading.load import DTYPES, ComponentLoad, Loaded, LoadReport, check_dtype, load_checkpoint
+from greenroom.loading.load import (
+    DTYPES,
+    ComponentLoad,
+    Loaded,
+    LoadReport,
+    check_dtype,
+    load_checkpoint,
+    pipeline_class,
+)
 from greenroom.loading.locate import locate, read_index, recommended_call
 
 __all__ = [
@@ -21,6 +29,7 @@ __all__ = [
     "component_files",
     "load_checkpoint",
     "locate",
+    "pipeline_class",
     "read_header",
     "read_index",
     "recommended_call",

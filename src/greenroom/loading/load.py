@@ -282,16 +282,23 @@ def _mismatched(keys: Any) -> Iterator[tuple[str, Any, Any]]:
             yield str(key[0]), key[1], key[2]
 
 
+def pipeline_class(index: Mapping[str, Any]) -> Any | None:
+    """The pipeline's class that an index (see `read_index`) names; None where it is not one of diffusers."""
+    import diffusers
+
+    name = index["_class_name"]
+    cls = getattr(diffusers, name, None) if isinstance(name, str) else None
+    return cls if inspect.isclass(cls) and issubclass(cls, diffusers.DiffusionPipeline) else None
+
+
 def _assemble(folder: Path, index: dict[str, Any], modules: dict[str, nn.Module]) -> Any | None:
     """The pipeline around the modules, or None where only its own from_pretrained knows how to build it.
 
     Not by from_pretrained, which loads a module that is optional in a pipeline's signature a second time although it
     is given, and then in another dtype.
     """
-    import diffusers
-
-    cls: Any = getattr(diffusers, index["_class_name"], None) if isinstance(index["_class_name"], str) else None
-    if cls is None or not (inspect.isclass(cls) and issubclass(cls, diffusers.DiffusionPipeline)):
+    cls = pipeline_class(index)
+    if cls is None:
         return None
     required, optional = cls._get_signature_keys(cls)
     arguments: dict[str, Any] = {}
