@@ -74,7 +74,7 @@ class Threads:
         device = f"place:{rank}"
         facts = ModelFacts("Pretended", 16, True, {}, {})
         figures = Figures(rank=None, device=device, alive=True)
-        wire.send(Ready("a model", facts, frozenset({"image"}), device, None, False, figures))
+        wire.send(Ready("a model", facts, {None: (), "image": (), "mask_image": None}, device, None, False, figures))
         while not isinstance(message := wire.receive(), Stop):
             if isinstance(message, Ask):
                 wire.send(Answer(message.number, None, self._do(rank, message)))

@@ -204,10 +204,20 @@ class Omni:
 
     def can_take(self, name: str) -> bool:
         """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""
+        return self.parameters(name) is not None
+
+    def parameters(self, name: str | None = None) -> tuple[str, ...] | None:
+        """Parameters that a request may set: of the pipeline, or of the one that takes "image" or "mask_image" as well.
+
+        None where there is no pipeline that takes it.
+
+        Raises:
+            WorkerDied: the engine was shut down.
+        """
         runner = self._runner
         if runner is None:
             raise WorkerDied("the engine was shut down")
-        return runner.siblings.can(name)
+        return runner.siblings.parameters(name)
 
     @property
     def gathers(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from greenroom.engine.errors import RequestRefused
+from greenroom.engine.sampling import pipeline_parameters
 
 
 class Siblings:
@@ -37,13 +38,13 @@ class Siblings:
             )
         return sibling
 
-    def can(self, name: str) -> bool:
-        """Whether an input of this name is taken by the pipeline or a sibling."""
+    def parameters(self, name: str | None) -> tuple[str, ...] | None:
+        """Parameters of the pipeline or sibling that takes an input of this name; None where there is none."""
         try:
-            self.taking((name,) if name != "mask_image" else ("image", name))
+            found = self.taking(() if name is None else (name,) if name != "mask_image" else ("image", name))
         except RequestRefused:
-            return False
-        return True
+            return None
+        return pipeline_parameters(found)
 
     def _make(self, task: str) -> Any:
         from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting

@@ -190,7 +190,11 @@ class OmniRanks(Dispatch):
 
     def can_take(self, name: str) -> bool:
         """Whether "image" or "mask_image" is taken, by the pipeline or by one that shares its weights."""
-        return name in self._told().inputs
+        return self.parameters(name) is not None
+
+    def parameters(self, name: str | None = None) -> tuple[str, ...] | None:
+        """Parameters that a request may set; see `Omni.parameters`."""
+        return self._told().inputs[name]
 
     def figures(self) -> list[Figures]:
         """What is measured, for each rank. A rank that does not answer soon is told as it was."""

@@ -70,7 +70,7 @@ class Rank:
             self._wire.send(NotStarted(portable(error)))
             self._end()
             return 2
-        inputs = frozenset(name for name in ("image", "mask_image") if omni.can_take(name))
+        inputs = {name: omni.parameters(name) for name in (None, "image", "mask_image")}
         figures = omni.figures()[0]
         self._wire.send(
             Ready(omni.model, omni.facts, inputs, str(omni.device), omni.load_report, omni.gathers, figures)

@@ -84,7 +84,7 @@ class Ready:
 
     model: str
     facts: ModelFacts
-    inputs: frozenset[str]
+    inputs: Mapping[str | None, tuple[str, ...] | None]
     device: str
     load_report: LoadReport | None
     gathers: bool
