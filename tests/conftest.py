@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+# Folders with modules that tests of other folders import as well.
+for _folder in ("core", "usage", "pipelines", "serving"):
+    sys.path.append(str(Path(__file__).with_name(_folder)))
+
 
 @pytest.fixture(scope="session")
 def emu_module() -> ModuleType:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="needs greenroom[serve]")
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 
 from served import BODY, PROMPT, Faults, planted
 

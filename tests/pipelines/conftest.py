@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cells
-
-for folder in (Path(__file__).parents[1] / "usage", Path(__file__).parent):
-    sys.path.insert(0, str(folder))
 
 FOUND: dict[str, dict[str, str]] = {}
 """pipeline class -> way -> "exact", "failed" or why it was refused."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs greenroom[serve]")
 pytest.importorskip("openai", reason="needs the openai client")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from live_server import STRATEGIES, Live, serving
 
