@@ -98,10 +98,17 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file; no weight is read.
 
     Raises:
-        CheckpointError: the file is shorter or longer than its header says, or the header makes no sense.
+        CheckpointError: the file cannot be read, is shorter or longer than its header says, or the header makes no
+            sense.
     """
-    size = os.path.getsize(file)
-    with open(file, "rb") as stream:
+    if not file.is_file():
+        raise CheckpointError(file, None, _no_file(file))
+    try:
+        stream = open(file, "rb")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise CheckpointError(file, None, f"cannot be read: {error.strerror}") from None
+    with stream:
+        size = os.path.getsize(file)
         start = stream.read(8)
         if (start + stream.read(len(_LFS_POINTER) - 8)).startswith(_LFS_POINTER):
             raise CheckpointError(file, None, "is a pointer of git-lfs and not the file itself; run `git lfs pull`")
@@ -136,6 +143,12 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if end != available:
         raise CheckpointError(file, None, f"holds {available - end} bytes more than its tensors; the file was altered")
     return {entry.name: entry for entry, _, _ in placed}
+
+
+def _no_file(file: Path) -> str:
+    if file.is_symlink() and not file.exists():
+        return f"is a link to {os.readlink(file)}, which is not there; download it again"
+    return "is not a file"
 
 
 def _entry(file: Path, name: str, value: Any) -> tuple[TensorEntry, int, int]:

@@ -18,7 +18,9 @@ import importlib
 import inspect
 import json
 import os
+import re
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,7 +144,7 @@ def load_checkpoint(
     entries = {n: v for n, v in index.items() if not n.startswith("_") and isinstance(v, list) and v[0] is not None}
     _check_variant(folder, entries, variant)
     files = {name: found for name in entries if (found := component_files(folder, name, variant)) is not None}
-    _check_weights_present(folder, entries, files)
+    _check_all_present(folder, entries, files)
     if any((d := _dtype_of(dtype, n, f)) is not None and d != f.stored_dtype for n, f in files.items()):
         _give_freed_memory_back()
     modules: dict[str, nn.Module] = {}
@@ -157,10 +159,12 @@ def load_checkpoint(
             if pipeline is None:
                 modules.clear()
                 pipeline = _its_own_way(folder, variant, trust_remote_code, dtype)
+        except CheckpointError:
+            raise
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError) as error:
             raise CheckpointError(folder, None, f"its pipeline could not be put together: {error}") from error
     report = _report(folder, started, pipeline, files, modules, unexpected)
-    return Loaded(pipeline, report, recommended_call(folder))
+    return Loaded(pipeline, report, recommended_call(folder, type(pipeline)))
 
 
 def check_dtype(dtype: object, field: str = "dtype") -> None:
@@ -226,11 +230,13 @@ def _check_variant(folder: Path, names: Iterable[str], variant: str | None) -> N
         raise ConfigError("variant", variant, words, plain)
 
 
-def _check_weights_present(folder: Path, entries: dict[str, Any], files: dict[str, ComponentFiles]) -> None:
-    for name, value in entries.items():
-        if name not in files and _module_class(*value) is not None:
-            what = "has no weight files" if (folder / name).is_dir() else "is missing"
-            raise CheckpointError(folder / name, None, f"{what}, and {INDEX_FILE} lists it; download it again")
+def _check_all_present(folder: Path, entries: dict[str, Any], files: dict[str, ComponentFiles]) -> None:
+    for name, (library, class_name) in entries.items():
+        place = folder / name
+        if library in _LIBRARIES and not place.is_dir():
+            raise CheckpointError(place, None, f"is missing, and {INDEX_FILE} lists it; download it again")
+        if name not in files and _module_class(library, class_name) is not None:
+            raise CheckpointError(place, None, f"has no weight files, and {INDEX_FILE} lists it; download it again")
 
 
 def _module_class(library: str, name: str) -> type[nn.Module] | None:
@@ -268,8 +274,39 @@ def _load_module(
     for name, found, wanted in _mismatched(info.get("mismatched_keys", ())):
         file = files.tensors[name].file if name in files.tensors else shown
         raise CheckpointError(file, name, f"has shape {list(found)}, and {cls.__name__} wants {list(wanted)}")
+    unexpected = tuple(sorted(_names(info.get("unexpected_keys", ()))))
+    if unexpected:
+        _tell_unexpected(module, unexpected, shown, folder / files.name / "config.json")
     module.eval()
-    return module, tuple(sorted(_names(info.get("unexpected_keys", ()))))
+    return module, unexpected
+
+
+def _tell_unexpected(module: nn.Module, unexpected: tuple[str, ...], file: Path, config: Path) -> None:
+    """Warns of tensors that a module has no place for; refuses a module without a single one of its blocks."""
+    kind = type(module).__name__
+    for name, child in module.named_modules():
+        if isinstance(child, nn.ModuleList) and not len(child):
+            lost = [key for key in unexpected if f".{name}." in f".{key}"]
+            if lost:
+                raise CheckpointError(
+                    config,
+                    None,
+                    f"{_without_blocks(config)} gives {kind} no {name} at all, and {file.name} holds {len(lost)} "
+                    f"tensors of them, such as {lost[0]!r}",
+                )
+    few = ", ".join(map(repr, unexpected[:3])) + (", ..." if len(unexpected) > 3 else "")
+    warnings.warn(
+        f"{file}: {kind}, as {config.name} describes it, has no place for {len(unexpected)} of the tensors that are "
+        f"stored there ({few}); they are left out",
+        stacklevel=2,
+    )
+
+
+def _without_blocks(config: Path) -> str:
+    """The fields of a config that ask for less than one block, in words."""
+    words = json.loads(config.read_text())
+    fields = [f"{k} = {v}" for k, v in words.items() if type(v) is int and v < 1 and re.search("layer|block|depth", k)]
+    return " and ".join(fields) or "it"
 
 
 def _names(keys: Any) -> set[str]:
@@ -316,12 +353,26 @@ def _assemble(folder: Path, index: dict[str, Any], modules: dict[str, nn.Module]
             kind: Any = getattr(importlib.import_module(library), class_name, None) if library in _LIBRARIES else None
             if not hasattr(kind, "from_pretrained") or (inspect.isclass(kind) and issubclass(kind, nn.Module)):
                 return None
-            arguments[name] = kind.from_pretrained(str(folder / name), local_files_only=True)
+            _check_vocabulary(folder / name, kind)
+            try:
+                arguments[name] = kind.from_pretrained(str(folder / name), local_files_only=True)
+            except Exception as error:  # whatever a tokenizer's own code meets
+                raise CheckpointError(folder / name, None, f"could not be loaded as {class_name}: {error}") from error
     if set(required) - set(arguments):
         return None
     pipeline: Any = cls(**arguments)
     pipeline.register_to_config(_name_or_path=str(folder))
     return pipeline
+
+
+def _check_vocabulary(place: Path, kind: Any) -> None:
+    """Refuses a tokenizer without its words: transformers makes one that knows none."""
+    files = getattr(kind, "vocab_files_names", None)
+    wanted = sorted({*files.values(), "tokenizer.json"}) if files else []
+    if wanted and not any((place / name).is_file() for name in wanted) and not any(place.glob("*.model")):
+        raise CheckpointError(
+            place, None, f"holds no vocabulary of a {kind.__name__} ({', '.join(wanted)}); download it again"
+        )
 
 
 def _its_own_way(folder: Path, variant: str | None, trust_remote_code: bool, dtype: Any) -> Any:

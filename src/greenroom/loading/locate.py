@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from greenroom.bounds import check_numbers
 from greenroom.errors import ConfigError
 from greenroom.loading.errors import CheckpointError
 
@@ -76,16 +78,38 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def recommended_call(folder: Path) -> dict[str, Any]:
+def recommended_call(folder: Path, kind: type | None = None) -> dict[str, Any]:
     """Arguments that the checkpoint recommends for a call (`greenroom.json`, field "call"); often none.
 
+    Args:
+        folder: of the checkpoint.
+        kind: the pipeline's class, which must have them as parameters; None where it is not known.
+
     Raises:
-        CheckpointError: the file is there and not readable.
+        CheckpointError: the file is there and not readable, or says something that is not accepted.
     """
     file = folder / DEFAULTS_FILE
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text()).get("call", {}))
-    except (ValueError, AttributeError, TypeError) as error:
+        words = json.loads(file.read_text())
+        if not isinstance(words, dict):
+            raise ValueError("it is no mapping")
+    except ValueError as error:
         raise CheckpointError(file, None, f"is not readable: {error}") from None
+    call = words.pop("call", {})
+    if words:
+        raise CheckpointError(file, None, f'has the field "{next(iter(words))}"; accepted: "call"')
+    if not isinstance(call, dict):
+        raise CheckpointError(file, None, f"call = {call!r} is not accepted; accepted: a mapping")
+    accepted = None if kind is None else [*inspect.signature(kind.__call__).parameters][1:]
+    for name, value in call.items():
+        if accepted is not None and name not in accepted:
+            raise CheckpointError(
+                file, None, f"call.{name} = {value!r}: no parameter of the pipeline; these are: {', '.join(accepted)}"
+            )
+    try:
+        check_numbers(call)
+    except ConfigError as error:
+        raise CheckpointError(file, None, f"call.{error}") from None
+    return call
