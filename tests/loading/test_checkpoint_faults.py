@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from greenroom import ConfigError, Omni
 from greenroom.cli import app
 from greenroom.loading import CheckpointError, load_checkpoint
 
@@ -83,6 +84,20 @@ def test_a_folder_without_its_files_is_named(copy: Path, name: str, told: str) -
     with pytest.raises(CheckpointError, match=told) as refused:
         load_checkpoint(copy)
     assert refused.value.file == str(copy / name)
+
+
+@pytest.mark.parametrize("value", ["x", [], ["diffusers"], [1, 2], None])
+def test_an_entry_of_the_index_that_names_no_class_is_refused(copy: Path, value: Any) -> None:
+    rewritten(copy / "model_index.json", transformer=value)
+    with pytest.raises(CheckpointError, match=r"transformer = .* is not accepted; accepted: \[.library., .Class.\]"):
+        load_checkpoint(copy)
+
+
+@pytest.mark.parametrize("name", ["transformer", "scheduler", "tokenizer", "vae"])
+def test_a_model_without_a_component_that_it_needs_generates_nothing(copy: Path, name: str) -> None:
+    rewritten(copy / "model_index.json", **{name: [None, None]})
+    with pytest.raises(ConfigError, match=f"accepted: a pipeline with all that FluxPipeline needs .*{name}"):
+        Omni(copy, device="cpu")
 
 
 def _link(file: Path) -> None:

@@ -41,6 +41,14 @@ def draws_videos(kind: type) -> bool:
     return "num_frames" in inspect.signature(call).parameters
 
 
+def needed_components(kind: Any) -> tuple[str, ...]:
+    """Components that pipelines of a class cannot go without to draw from a prompt."""
+    if not hasattr(kind, "_get_signature_keys"):
+        return ()
+    required, _ = kind._get_signature_keys(kind)
+    return tuple(sorted(set(required) - set(kind._optional_components)))
+
+
 def facts_of(pipeline: Any, recommended: Mapping[str, Any]) -> ModelFacts:
     """The facts of a diffusers pipeline."""
     parameters = inspect.signature(type(pipeline).__call__).parameters

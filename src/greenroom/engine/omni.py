@@ -16,7 +16,7 @@ from greenroom.api import offload
 from greenroom.config import OffloadConfig
 from greenroom.engine import group
 from greenroom.engine.errors import DoesNotFit, WorkerDied
-from greenroom.engine.facts import ModelFacts, facts_of
+from greenroom.engine.facts import ModelFacts, facts_of, needed_components
 from greenroom.engine.figures import Figures
 from greenroom.engine.job import Job, OmniResult, Request
 from greenroom.engine.prompts import Prompt, SamplingWords, generate_each
@@ -134,6 +134,11 @@ class Omni:
             self.pipeline, self.model = model, type(model).__name__
         else:
             raise ConfigError("model", model, "a folder, a hub id or a diffusers pipeline")
+        kind = type(self.pipeline)
+        missing = [name for name in needed_components(kind) if getattr(self.pipeline, name, None) is None]
+        if missing:
+            has = ", ".join(missing)
+            raise ConfigError("model", self.model, f"a pipeline with all that {kind.__name__} needs (it has no {has})")
 
     # ------------------------------------------------------------------ generating
 

@@ -141,7 +141,7 @@ def load_checkpoint(
     if not trust_remote_code:
         _refuse_remote_code(folder, index)
     # Every header is read before the first module is built.
-    entries = {n: v for n, v in index.items() if not n.startswith("_") and isinstance(v, list) and v[0] is not None}
+    entries = _entries(folder / INDEX_FILE, index)
     _check_variant(folder, entries, variant)
     files = {name: found for name in entries if (found := component_files(folder, name, variant)) is not None}
     _check_all_present(folder, entries, files)
@@ -218,6 +218,21 @@ def _refuse_remote_code(folder: Path, index: dict[str, Any]) -> None:
         raise ConfigError(
             "trust_remote_code", False, f"true for this checkpoint, since {wanted}", "read that code before you run it"
         )
+
+
+def _entries(file: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Component -> (library, class) of those that the checkpoint has."""
+    kind = pipeline_class(index)
+    required = kind._get_signature_keys(kind)[0] if kind is not None else ()
+    entries = {}
+    for name, value in index.items():
+        if name.startswith("_") or value == [None, None]:
+            continue
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(word, str) for word in value):
+            entries[name] = (value[0], value[1])
+        elif name in required:
+            raise CheckpointError(file, None, f'{name} = {value!r} is not accepted; accepted: ["library", "Class"]')
+    return entries
 
 
 def _check_variant(folder: Path, names: Iterable[str], variant: str | None) -> None:
