@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from greenroom.engine import RequestRefused
@@ -39,6 +40,39 @@ def test_base64_and_data_urls_are_read() -> None:
     text = base64.b64encode(data).decode()
     for given in (data, text, f"data:image/png;base64,{text}", picture()):
         assert np.array_equal(as_pixels(read_image(given)), as_pixels(picture()))
+
+
+def test_pixels_are_a_picture() -> None:
+    pixels = as_pixels(picture())
+    planes = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+    for given in (pixels, pixels[None], pixels / 255, (pixels / 255).astype(np.float32), planes, planes[None]):
+        assert np.array_equal(as_pixels(read_image(given)), pixels)
+    assert np.array_equal(as_pixels(read_image(planes / 255)), pixels)
+    white = torch.ones(3, 8, 12, dtype=torch.bfloat16, requires_grad=True)
+    assert np.array_equal(as_pixels(read_image(white)), np.full((8, 12, 3), 255))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (5, "mask = 5 is not accepted"),
+        (object, "is not accepted"),
+        (np.zeros((8, 12), np.uint8), r"mask is an array of shape \(8, 12\)"),
+        (np.zeros((8, 12, 4), np.uint8), r"shape \(8, 12, 4\)"),
+        (np.zeros((2, 8, 12, 3), np.uint8), r"shape \(2, 8, 12, 3\)"),
+        (np.zeros((0, 12, 3), np.uint8), r"shape \(0, 12, 3\)"),
+        (torch.zeros(8, 12, 3, dtype=torch.uint8), r"mask is a tensor of shape \(8, 12, 3\)"),
+        (torch.zeros(3, 8, 12, dtype=torch.int64), "mask is a tensor of int64"),
+        (np.full((8, 12, 3), 200.0), "mask holds values outside 0 to 1"),
+        (np.full((8, 12, 3), np.nan), "mask holds values outside 0 to 1"),
+        (np.full((8, 12, 3), "x"), "mask is an array of <U1"),
+        (np.zeros((5000, 5000, 3), np.uint8), "mask has 5000x5000 pixels; accepted: at most"),
+    ],
+)
+def test_what_are_no_pixels_is_refused_by_name(data: Any, told: str) -> None:
+    with pytest.raises(RequestRefused, match=told) as refused:
+        read_image(data, field="mask")
+    assert refused.value.field == "mask" and "accepted: a" in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["http://127.0.0.1/x.png", "https://example.com/x.png", "file:///etc/passwd"])

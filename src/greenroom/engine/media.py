@@ -14,13 +14,18 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from greenroom.engine.errors import RequestRefused
 
+_KINDS = (
+    "a PIL image, a path, the bytes of a file, base64 text, an array (height, width, 3) or a tensor (3, height, width) "
+    "of uint8 or of floats from 0 to 1"
+)
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 OUTPUT_FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 
@@ -37,11 +42,16 @@ class MediaLimits:
     max_pixels: int = 4096 * 4096
 
 
-def read_image(data: bytes | str | Image.Image, limits: MediaLimits | None = None, field: str = "image") -> Image.Image:
+Picture: TypeAlias = bytes | str | Image.Image | np.ndarray | torch.Tensor
+
+
+def read_image(data: Picture, limits: MediaLimits | None = None, field: str = "image") -> Image.Image:
     """A picture as RGB, turned upright.
 
     Args:
-        data: a picture, the bytes of a file, or its base64 text or data URL.
+        data: a picture, the bytes of a file, or its base64 text or data URL; or its pixels, as an array of shape
+            (height, width, 3) or a tensor of shape (3, height, width), alone or as a batch of one: uint8, or floats
+            from 0 to 1, which are rounded to 8 bits.
         limits: sizes that are refused beyond.
         field: the name to give in the error.
 
@@ -51,8 +61,12 @@ def read_image(data: bytes | str | Image.Image, limits: MediaLimits | None = Non
     limits = limits or MediaLimits()
     if isinstance(data, Image.Image):
         return data.convert("RGB")
+    if isinstance(data, np.ndarray | torch.Tensor):
+        return _from_pixels(data, limits, field)
     if isinstance(data, str):
         data = _decode_text(data, field)
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise RequestRefused(field, f"{field} = {data!r:.100} is not accepted; accepted: {_KINDS}")
     if len(data) > limits.max_bytes:
         raise RequestRefused(field, f"{field} has {len(data)} bytes; accepted: at most {limits.max_bytes}")
     try:
@@ -70,6 +84,31 @@ def read_image(data: bytes | str | Image.Image, limits: MediaLimits | None = Non
         raise RequestRefused(
             field, f"{field} is not a picture that can be read ({error}); accepted: {accepted}"
         ) from None
+
+
+def _from_pixels(pixels: np.ndarray | torch.Tensor, limits: MediaLimits, field: str) -> Image.Image:
+    kind = "a tensor" if isinstance(pixels, torch.Tensor) else "an array"
+    shape, dtype = tuple(pixels.shape), str(pixels.dtype).removeprefix("torch.")
+    one = pixels[0] if len(shape) == 4 and shape[0] == 1 else pixels
+    if isinstance(one, torch.Tensor):
+        values = one.detach().cpu()
+        # NumPy has no bfloat16.
+        array = (values.float() if values.is_floating_point() else values).numpy()
+        array = array.transpose(1, 2, 0) if array.ndim == 3 else array
+    else:
+        array = one
+    if array.ndim != 3 or array.shape[2] != 3 or not array.size:
+        raise RequestRefused(field, f"{field} is {kind} of shape {shape}; accepted: {_KINDS}")
+    height, width = array.shape[:2]
+    if width * height > limits.max_pixels:
+        raise RequestRefused(
+            field, f"{field} has {width}x{height} pixels; accepted: at most {limits.max_pixels} pixels"
+        )
+    if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
+        raise RequestRefused(field, f"{field} is {kind} of {dtype}; accepted: {_KINDS}")
+    if array.dtype != np.uint8 and not (array.min() >= 0 and array.max() <= 1):  # no comparison with NaN holds
+        raise RequestRefused(field, f"{field} holds values outside 0 to 1; accepted: {_KINDS}")
+    return as_picture(array)
 
 
 def _decode_text(text: str, field: str) -> bytes:

@@ -153,7 +153,8 @@ class Omni:
 
         Args:
             prompts: text; a mapping with "prompt" and, where the pipeline takes them, "negative_prompt", "image",
-                "mask_image", "last_image"; or a list of these. Images are PIL images, paths, or bytes of a file.
+                "mask_image", "last_image"; or a list of these. Images are PIL images, paths, bytes of a file, or
+                pixels: (height, width, 3) arrays or (3, height, width) tensors, uint8 or floats from 0 to 1.
             sampling_params: how to sample; the same for all prompts.
             progress: show the pipeline's progress bar.
 
