@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import greenroom
 from greenroom import ConfigError, OffloadError, Omni, OmniDiffusionSamplingParams, testing
@@ -111,7 +112,9 @@ def test_prompts_may_be_text_mappings_or_lists(omni: Any) -> None:
     [
         (5, "prompt", "prompt = 5 is not accepted"),
         ([PROMPT, b"bytes"], "prompt", "prompt = b'bytes' is not accepted"),
+        (None, "prompt", "prompt = None is not accepted"),
         ({"prompt": PROMPT, "image": []}, "image", "image = [] is not accepted"),
+        ({"prompt": PROMPT, "image": 5}, "image", "image = 5 is not accepted; accepted: a PIL image"),
         ({"prompt": PROMPT, "image": Path("no", "such.png")}, "image", "image cannot be read"),
         ({"prompt": PROMPT, "picture": "x.png"}, "picture", "picture is not part of a prompt"),
     ],
@@ -120,6 +123,25 @@ def test_what_is_no_prompt_is_refused_by_name(omni: Any, prompts: Any, field: st
     with pytest.raises(RequestRefused) as refused:
         omni.generate(prompts, STEPS, progress=False)
     assert refused.value.field == field and told in str(refused.value)
+
+
+def test_pixels_are_as_good_as_a_picture(omni: Any) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+    given = (Image.fromarray(pixels), pixels, torch.from_numpy(pixels.transpose(2, 0, 1).copy()))
+    params = {"seed": 3, "strength": 0.5, "num_inference_steps": 2}
+    results = omni.generate([{"prompt": PROMPT, "image": image} for image in given], params, progress=False)
+    first, *others = map(_drawn, results)
+    assert all(np.array_equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("latents", [torch.zeros(1), "x"])
+def test_what_the_pipeline_stumbles_over_is_refused_by_name(omni: Any, never_offloaded: Any, latents: Any) -> None:
+    with pytest.raises(RequestRefused, match="the pipeline cannot take latents as given") as refused:
+        omni.generate(PROMPT, {"latents": latents, **STEPS}, progress=False)
+    assert refused.value.field == "latents"
+    assert np.array_equal(
+        _drawn(omni.generate(PROMPT, {"seed": 7, **STEPS}, progress=False)[0]), never_offloaded("demo", 7)
+    )
 
 
 def test_output_i_is_drawn_with_seed_plus_i(omni: Any) -> None:

@@ -88,7 +88,7 @@ class Runner:
                 output = pipeline(**watch.arguments)
                 if self.handle is not None:
                     self.handle.raise_excess()
-        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+        except (ValueError, TypeError, AssertionError, RuntimeError, LookupError, AttributeError) as error:
             # Pipelines check their inputs before they compute.
             refusal = _refusal(error, request, arguments) if watch.denoising_since is None else None
             if refusal is None:
@@ -219,6 +219,11 @@ class _Watch:
 
 def _refusal(error: Exception, request: Request, arguments: Mapping[str, Any]) -> RequestRefused | None:
     """What a pipeline's error before its first denoising step says of the request; None where that is not at fault."""
+    if isinstance(error, LookupError | AttributeError):
+        # No check of the pipeline's, but a stumble over what nobody has checked, where there is such a thing.
+        own = list(request.params.extra_args)
+        told = f"the pipeline cannot take {' or '.join(own)} as given: {error!r}"
+        return RequestRefused(own[0] if len(own) == 1 else None, told) if own else None
     if not isinstance(error, RuntimeError):
         return RequestRefused(_named_field(str(error), arguments), f"the pipeline refused the request: {error}")
     # Shapes that do not fit together, where a pipeline takes several pictures for several requests.
