@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from greenroom.accelerator import Accelerator
+from greenroom.bounds import REAL, WHOLE
 from greenroom.engine.errors import DoesNotFit, RequestRefused
 from greenroom.engine.job import Job, OmniMetrics, OmniResult, Request
 from greenroom.engine.sampling import call_arguments
@@ -221,7 +222,7 @@ def _refusal(error: Exception, request: Request, arguments: Mapping[str, Any]) -
     """What a pipeline's error before its first denoising step says of the request; None where that is not at fault."""
     if isinstance(error, LookupError | AttributeError):
         # No check of the pipeline's, but a stumble over what nobody has checked, where there is such a thing.
-        own = list(request.params.extra_args)
+        own = [name for name in request.params.extra_args if name not in (*WHOLE, *REAL)]
         told = f"the pipeline cannot take {' or '.join(own)} as given: {error!r}"
         return RequestRefused(own[0] if len(own) == 1 else None, told) if own else None
     if not isinstance(error, RuntimeError):
