@@ -16,11 +16,12 @@ from torch import nn
 from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
 from greenroom.distributed.ranks import Standing
-from greenroom.errors import ConfigError, OffloadError
+from greenroom.errors import BudgetExceeded, ConfigError, OffloadError
 from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.calls import running, unwatch
 from greenroom.strategies.in_common import CommonKeeper
+from greenroom.strategies.peaks import Peaks
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime, reference_to
 from greenroom.strategies.sleep import fall_asleep, wake_up
@@ -95,7 +96,8 @@ class Report:
         why: how the strategy was chosen.
         budget: device bytes to keep within, None without a budget. The fields below are filled with a budget only.
         predicted_peak: device bytes at the peak of a call, None before a call was measured.
-        peak: device bytes at the highest peak that was measured.
+        peak: device bytes at the highest peak since the budget was set.
+        latest_peak: the same of the latest call.
         out_of_memory: how often a component ran out of memory and was run again with less on the device.
         steps: for each DiT whose forward was timed, what was predicted and measured.
         asleep: whether the offload sleeps; what is said of the device then holds again after `wake`.
@@ -114,6 +116,7 @@ class Report:
     budget: int | None = None
     predicted_peak: int | None = None
     peak: int = 0
+    latest_peak: int = 0
     out_of_memory: int = 0
     steps: tuple[StepReport, ...] = ()
     asleep: bool = False
@@ -242,8 +245,8 @@ class Handle:
         """Raises BudgetExceeded, once, where a call has turned out not to fit into the budget."""
         keeper = self._enabled_runtime().keeper
         if isinstance(keeper, MemoryKeeper) and keeper.excess is not None:
-            excess, keeper.excess = keeper.excess, None
-            raise excess
+            told, keeper.excess = keeper.excess, None
+            raise BudgetExceeded(told)
 
     def sleep(self) -> None:
         """Frees the device memory of the offload for others; weights stay where they are anyway, on the host.
@@ -483,7 +486,7 @@ def _kept(runtime: Runtime) -> dict[str, Any]:
         return {
             "why": "the same blocks stay on every rank, as many as the rank with the least room allows",
             "budget": keeper.budget,
-            "peak": keeper.peak_so_far(),
+            **_peaks(keeper.peaks),
             "out_of_memory": keeper.out_of_memory,
         }
     if not isinstance(keeper, MemoryKeeper):
@@ -511,10 +514,15 @@ def _kept(runtime: Runtime) -> dict[str, Any]:
         "why": keeper.why,
         "budget": keeper.budget,
         "predicted_peak": keeper.plan.peak_bytes if keeper.plan is not None and keeper.measured else None,
-        "peak": keeper.peak_so_far(),
+        **_peaks(keeper.peaks),
         "out_of_memory": keeper.out_of_memory,
         "steps": tuple(steps),
     }
+
+
+def _peaks(peaks: Peaks) -> dict[str, int]:
+    peaks.note()
+    return {"peak": peaks.highest, "latest_peak": peaks.latest}
 
 
 def _ms(seconds: float) -> str:

@@ -34,11 +34,18 @@ def generate_each(
     try:
         for request in requests:
             jobs.append(engine.submit(request))
-        return [job.future.result() for job in jobs]
+        return list(map(_result, jobs))
     except BaseException:
-        for job in jobs:
-            job.cancel("another prompt of the same call failed")
+        while jobs:  # none is left to this frame, which the error keeps, and which would keep the error
+            jobs.pop().cancel("another prompt of the same call failed")
         raise
+
+
+def _result(job: Job) -> OmniResult:
+    try:
+        return job.future.result()
+    finally:
+        del job  # as above
 
 
 def prompt_inputs(prompt: Prompt) -> dict[str, Any]:

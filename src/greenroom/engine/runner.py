@@ -64,7 +64,6 @@ class Runner:
                 _forget_frames(error)
                 raise DoesNotFit(f"{error}; {self._fitted()}") from None
             except BaseException as error:
-                # Whoever keeps the error must not keep what the pipeline had on the device.
                 _forget_frames(error)
                 raise
             # What others left in the allocator's cache, or a moment's shortage, is no reason to fail.
@@ -115,8 +114,8 @@ class Runner:
             seed=seed,
             bytes_to_device=after.copied - before.copied if before and after else 0,
             stalls=after.misses - before.misses if before and after else 0,
-            # A budget measures between components and starts its peaks anew; it keeps the highest itself.
-            peak_bytes=max(self.accelerator.peak(), after.peak if after else 0),
+            # A budget measures single components and starts the device's count anew; it keeps the highest itself.
+            peak_bytes=max(self.accelerator.peak(), after.latest_peak if after else 0),
             retries=retries,
         )
         images, videos, audio = _outputs(output)
@@ -267,8 +266,17 @@ def _named_field(message: str, arguments: Mapping[str, Any]) -> str | None:
     return next((name for name in arguments if name in message), None)
 
 
+class PipelineTraceback(Exception):
+    """Where in the pipeline an error happened, as text: the cause of the error that is raised."""
+
+
 def _forget_frames(error: BaseException) -> None:
-    """Lets go of the device memory that a traceback's variables hold."""
+    """Turns an error's traceback into text, so that whoever keeps the error keeps nothing on the device.
+
+    To clear the frames is not enough: the functions that they ran go on holding what they close over, and torch's
+    module call closes over its inputs.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     ahead: list[BaseException | None] = [error]
     seen: set[int] = set()
     while ahead:
@@ -276,4 +284,7 @@ def _forget_frames(error: BaseException) -> None:
         if found is not None and id(found) not in seen:
             seen.add(id(found))
             traceback.clear_frames(found.__traceback__)
+            found.__traceback__ = None
             ahead += (found.__context__, found.__cause__)
+    if not isinstance(error, GreenroomError):
+        error.__cause__ = PipelineTraceback(text)

@@ -29,6 +29,7 @@ from greenroom.residency import Block, BudgetTooSmall, PipelineModel, Plan, Tran
 from greenroom.residency import Component as Numbers
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part
+from greenroom.strategies.peaks import Peaks
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime
 
@@ -93,7 +94,7 @@ class MemoryKeeper:
         self.budget = resolve_budget(config.memory_budget, accelerator)
         self.curve: TransferCurve | None = None
         self.plan: Plan | None = None
-        self.peak = 0
+        self.peaks = Peaks(accelerator)
         self.observed: dict[str, Observed] = {}
         self.out_of_memory = 0
         """How often a component ran out of memory and was run again."""
@@ -107,8 +108,8 @@ class MemoryKeeper:
         self._learned = False
         self.refuses = False
         """Whether calls that the budget cannot hold are refused; otherwise they are served, with a warning."""
-        self.excess: BudgetExceeded | None = None
-        """Of the latest call, where that was found out when it had computed."""
+        self.excess: str | None = None
+        """How the latest call did not fit, where that was found out when it had computed."""
         self._too_large: dict[tuple[str, Signature], int] = {}
         self._others: int | None = None  # bytes of others on the device, at the start of the latest call
 
@@ -121,7 +122,7 @@ class MemoryKeeper:
             ConfigError: not even that fits; it says what would.
         """
         self.observed = {part.name: Observed() for part in runtime.parts}
-        self.accelerator.reset_peak()  # what was there before is none of this offload's
+        self.peaks.forget()  # what was there before is none of this offload's
         self._careful = False
         plan = self._plan(runtime)
         weights = sum(u.nbytes for part in runtime.parts for u in part.units)
@@ -292,16 +293,39 @@ class MemoryKeeper:
         """
         old = self.budget
         self.budget = resolve_budget(memory, self.accelerator, runtime.device_bytes())
+        known = {name: (dict(seen.activations), seen.assumed) for name, seen in self.observed.items()}
         try:
+            if self.refuses:
+                self._forget_too_large(runtime)
             plan = self._plan(runtime)
         except ConfigError:
             self.budget = old
+            for name, (activations, assumed) in known.items():
+                self.observed[name].activations, self.observed[name].assumed = activations, assumed
             raise
-        self.plan = plan if self.measured else None
+        self.excess = None
+        measured = all(bool(seen.activations) == bool(known[name][0]) for name, seen in self.observed.items())
+        measured = measured and self.measured
+        self.plan = plan if measured else None
         if self.curve is None:  # everything was resident so far: the first copies are to be timed
             for seen in self.observed.values():
                 seen.forwards.clear()
-        runtime.apply(self._layout(runtime, plan) if self.measured else self.first_layout(runtime))
+        if measured:
+            runtime.apply(self._layout(runtime, plan))
+        else:
+            runtime.apply(self.first_layout(runtime) if not self.measured else self.least_layout(runtime))
+        self.peaks.forget()  # they were those of another budget
+
+    def _forget_too_large(self, runtime: Runtime) -> None:
+        """Plans no longer for shapes that the budget cannot hold: their calls will be refused."""
+        for part in runtime.parts:
+            seen = self.observed[part.name]
+            seen.assumed = 0
+            for signature, beside in list(seen.activations.items()):
+                if self._excess(runtime, part, beside) is not None:
+                    del seen.activations[signature]
+                    seen.forwards.pop(signature, None)
+                    self._too_large[part.name, signature] = max(0, beside - (self._others or 0))
 
     # ------------------------------------------------------------------ watching
 
@@ -309,13 +333,16 @@ class MemoryKeeper:
         if door == "child" or len(runtime.occupancy.inside) > 1:
             return
         if not self._sequence:
+            self.excess = None  # of a call that failed before it was told
+            self.peaks.begin_call()
             self._look_at_others(runtime)
         self._sequence.append(part)
         self._inputs = (door, inputs)
         signature = _signature(door, inputs)
         seen = self.observed[part.name]
-        if self.refuses:
-            self._refuse_excess(runtime, part, signature)
+        if self.refuses and (told := self._told_ahead(runtime, part, signature)) is not None:
+            self._inputs = None
+            raise BudgetExceeded(told)
         fresh = seen.forwards.get(signature, 0) < _MEASURED.get(part.role, 1)
         self._measured = signature if fresh else None
         if signature not in seen.activations and seen.activations:
@@ -343,8 +370,7 @@ class MemoryKeeper:
     def entered(self, runtime: Runtime, part: Part, door: str) -> None:
         if self._measured is None:
             return
-        self._note_peak()
-        self.accelerator.reset_peak()
+        self.peaks.restart()
         if door == "forward":
             runtime.start_timing(part)
 
@@ -360,7 +386,7 @@ class MemoryKeeper:
             self._recovering = False
             return
         seen = self.observed[part.name]
-        self._note_peak()
+        self.peaks.note()
         beside = max(0, self.accelerator.peak() - runtime.device_bytes())
         if self.refuses and (told := self._excess(runtime, part, beside)) is not None:
             # Not learned: it will not come again, and those that fit get back the room that they had.
@@ -405,34 +431,42 @@ class MemoryKeeper:
         arena = best.arena_bytes if len(resident) < len(blocks) else 0
         runtime.apply(runtime.layout.with_share(part.name, Share("phase", resident, arena)))
 
-    def _refuse_excess(self, runtime: Runtime, part: Part, signature: Signature) -> None:
-        """Raises BudgetExceeded for inputs that need more than there is, as far as that is known or certain."""
+    def _told_ahead(self, runtime: Runtime, part: Part, signature: Signature) -> str | None:
+        """What to say of inputs that need more than there is, as far as that is known or certain."""
         beside = self._too_large.get((part.name, signature))
         if beside is not None:
-            beside += self._others or 0
+            return self._excess(runtime, part, beside + (self._others or 0))
         door, elements, _ = signature
         largest = max((s[1] for s in self.observed[part.name].activations if s[0] == door), default=0)
-        if beside is None and elements > largest:
-            with runtime.aside(part):
-                estimate = self._estimated(runtime, part)
-            beside = None if estimate is None else int(_CERTAIN * estimate.nbytes) + self._foreign(runtime)
-        if beside is not None and (told := self._excess(runtime, part, beside)) is not None:
-            raise told
+        if elements <= largest:
+            return None
+        with runtime.aside(part):
+            estimate = self._estimated(runtime, part)
+        if estimate is None:
+            return None
+        foreign = self._foreign(runtime)
+        return self._excess(runtime, part, int(_CERTAIN * estimate.nbytes) + foreign, estimate.upper + foreign)
 
-    def _excess(self, runtime: Runtime, part: Part, beside: int) -> BudgetExceeded | None:
-        """What to say where `beside` bytes do not fit beside the least of weights that `part` can do with."""
+    def _excess(self, runtime: Runtime, part: Part, beside: int, will_do: int | None = None) -> str | None:
+        """What to say where `beside` bytes do not fit beside the least of weights that `part` can do with.
+
+        Args:
+            will_do: bytes that are sure to be enough, where `beside` are only sure to be needed.
+        """
         weights = self._weights(runtime, self._least(runtime, 1), part)
         if weights + beside <= self.budget:
             return None
-        smallest = int((weights + beside) / (1 - MARGIN)) + 1
-        return BudgetExceeded(
+        smallest = int((weights + (will_do or beside)) / (1 - MARGIN)) + 1
+        return (
             f"{part.name} does not fit into the memory budget of {format_bytes(self.budget)} ({self.budget} bytes): it "
-            f"needs {format_bytes(beside)} beside {format_bytes(weights)} of weights; accepted: a budget of at least "
-            f"{smallest} bytes ({format_bytes(smallest)})"
+            f"needs {format_bytes(beside)}{' at the least' if will_do else ''} beside {format_bytes(weights)} of "
+            f"weights; accepted: a budget of at least {smallest} bytes ({format_bytes(smallest)}"
+            f"{', estimated' if will_do else ''}) for this component"
         )
 
     def call_ended(self, runtime: Runtime) -> None:
-        self._note_peak()
+        self.peaks.note()
+        self._inputs = None
         sequence, self._sequence = self._sequence, []
         for part in {id(p): p for p in sequence}.values():
             seen = self.observed[part.name]
@@ -464,14 +498,6 @@ class MemoryKeeper:
     @property
     def measured(self) -> bool:
         return any(seen.activations for seen in self.observed.values())
-
-    def peak_so_far(self) -> int:
-        """The most device bytes that were allocated, as far as it was seen."""
-        self._note_peak()
-        return self.peak
-
-    def _note_peak(self) -> None:
-        self.peak = max(self.peak, self.accelerator.peak())
 
     # ------------------------------------------------------------------ running out
 
@@ -506,8 +532,7 @@ class MemoryKeeper:
         if self._measured is None and self._inputs is not None:
             self._measured = _signature(*self._inputs)
         self._recovering = True
-        self._note_peak()
-        self.accelerator.reset_peak()
+        self.peaks.restart()
 
     def _exhausted(self, runtime: Runtime, part: Part, room: int) -> str:
         weights = self._weights(runtime, runtime.layout)

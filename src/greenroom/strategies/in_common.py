@@ -23,6 +23,7 @@ from greenroom.residency import spread
 from greenroom.strategies.budget import MARGIN, STEP_DOWN, resolve_budget
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part
+from greenroom.strategies.peaks import Peaks
 from greenroom.strategies.runtime import Runtime
 
 Signature = tuple[str, str, int]
@@ -43,16 +44,13 @@ class CommonKeeper:
         self.accelerator = accelerator
         self.config = config
         self.budget = resolve_budget(config.memory_budget, accelerator)
-        self.peak = 0
+        self.peaks = Peaks(accelerator)
         self.out_of_memory = 0
         self._needs: dict[Signature, int] = {}
         self._assumed = 0
         self._now: Signature | None = None
         self._common: InCommon | None = None
-
-    def peak_so_far(self) -> int:
-        """The most device bytes that were allocated, as far as it was seen."""
-        return max(self.peak, self.accelerator.peak())
+        self._calling = False
 
     # ------------------------------------------------------------------ what the ranks are told
 
@@ -113,6 +111,7 @@ class CommonKeeper:
                 "memory_budget", budget, f"at least {least} bytes ({format_bytes(least)}) and room for activations"
             )
         self.budget = budget
+        self.peaks.forget()
 
     def least_layout(self, runtime: Runtime) -> Layout:
         return runtime.layout
@@ -125,6 +124,9 @@ class CommonKeeper:
     def entering(self, runtime: Runtime, part: Part, door: str, inputs: Any) -> None:
         if door == "child" or len(runtime.occupancy.inside) > 1:
             return
+        if not self._calling:
+            self._calling = True
+            self.peaks.begin_call()
         signature = self._now = (part.name, door, _elements(inputs))
         if signature not in self._needs:
             alike = [(s, n) for s, n in self._needs.items() if s[:2] == signature[:2]]
@@ -133,8 +135,7 @@ class CommonKeeper:
 
     def entered(self, runtime: Runtime, part: Part, door: str) -> None:
         if self._now is not None and self._now not in self._needs:
-            self.peak = max(self.peak, self.accelerator.peak())
-            self.accelerator.reset_peak()
+            self.peaks.restart()
 
     def left(self, runtime: Runtime, part: Part, door: str, failed: bool) -> None:
         if runtime.occupancy.inside or self._now is None:
@@ -143,7 +144,7 @@ class CommonKeeper:
         if not failed and signature not in self._needs:
             self._needs[signature] = max(0, self.accelerator.peak() - runtime.device_bytes())
             self._assumed = 0 if not self.out_of_memory else self._assumed
-        self.peak = max(self.peak, self.accelerator.peak())
+        self.peaks.note()
 
     def shrink(self, runtime: Runtime, part: Part, error: torch.OutOfMemoryError) -> None:
         """Asks all ranks for more room; what stays leaves before the component runs again.
@@ -160,7 +161,8 @@ class CommonKeeper:
         self._assumed = int(max(room, self.need) * STEP_DOWN) + max(b.unit.nbytes for b in held)
 
     def call_ended(self, runtime: Runtime) -> None:
-        self.peak = max(self.peak, self.accelerator.peak())
+        self._calling = False
+        self.peaks.note()
 
     def changed(self, runtime: Runtime) -> None: ...
 
