@@ -340,6 +340,28 @@ def test_what_the_budget_cannot_hold_is_refused_with_what_it_can(emu: Any, never
         assert len(engine.generate(PROMPT, {"height": 192, "width": 192, **STEPS}, progress=False)[0].images) == 1
 
 
+def test_a_shutdown_that_came_too_early_is_made_up_for(emu: Any) -> None:
+    before = emu.memory_allocated()
+    engine = Omni(checkpoint_path(), device="emu")
+    inside, release = threading.Event(), threading.Event()
+
+    def wait(module: Any, args: Any) -> None:
+        inside.set()
+        release.wait(60)
+
+    engine.pipeline.transformer.register_forward_pre_hook(wait)
+    job = engine.submit(Request({"prompt": PROMPT}, OmniDiffusionSamplingParams(num_inference_steps=2)))
+    assert inside.wait(60)
+    assert not engine.shutdown(timeout_s=0.1)
+    release.set()
+    with pytest.raises((RequestCancelled, WorkerDied)):
+        job.future.result(60)
+    del job
+    assert engine.shutdown(timeout_s=60) and engine.shutdown()
+    gc.collect()
+    assert emu.memory_allocated() == before
+
+
 # Kinds, not instances: one that was raised keeps its frames, and what their tensors take on the device, until the end.
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 def test_an_exception_in_a_block_fails_that_request_alone(

@@ -315,7 +315,7 @@ class Omni:
             cancel: give requests up at their next step, rather than finish them within `timeout_s`.
         """
         with self._lock:
-            if self._closed and not self._worker.thread.is_alive():
+            if self._closed and self._runner is None:
                 return True
             self._closed = True
         ended = self._worker.stop(timeout_s, cancel=cancel)
