@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 from types import ModuleType
 
-import launch
 import pytest
+
+import launch
 
 
 @pytest.mark.parametrize("how", ["disabled", "enabled"])
