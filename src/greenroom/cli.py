@@ -67,7 +67,7 @@ _FLAGS = frozenset(
     {
         "dtype", "device", "revision", "variant", "trust_remote_code", "data_parallel_size", "usp",
         "tensor_parallel_size", "output", "negative_prompt", "seed", "height", "width", "steps", "frames",
-        "guidance_scale", "memory_budget",
+        "guidance_scale", "memory_budget", "api_key",
     }
 )  # fmt: skip
 _OTHER_NAMES = {"memory": "memory_budget", "num_inference_steps": "steps", "num_frames": "frames"}
@@ -261,8 +261,12 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="The name that clients see.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A further name that requests may be addressed to, as behind a proxy; * is any. Repeatable."),
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="What clients must send as a bearer token.", envvar="GREENROOM_API_KEY")
+        str | None, typer.Option(help="What clients must send as a bearer token. Default: GREENROOM_API_KEY, if set.")
     ] = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Most requests that wait; more get 429.")] = 32,
     max_pixels: Annotated[int, typer.Option(min=1, help="Most pixels of a picture or frame.")] = 2048 * 2048,
@@ -277,6 +281,7 @@ def serve(
     try:
         from greenroom.serving import ServerSettings
         from greenroom.serving.main import LOG_LEVELS, listen, run
+        from greenroom.serving.settings import read_key
     except ImportError as error:
         raise _fail(str(error)) from None
     from greenroom.engine import serve_rank, start_engine, world_rank
@@ -284,6 +289,8 @@ def serve(
     if world_rank() > 0:
         # Inside torchrun: the first rank listens, the others compute for it.
         raise typer.Exit(serve_rank())
+    with _in_one_line():
+        api_key = read_key(api_key)
     if log_level not in LOG_LEVELS:
         raise _fail(str(ConfigError("--log-level", log_level, ", ".join(LOG_LEVELS))))
     try:
@@ -313,6 +320,7 @@ def serve(
     settings = ServerSettings(
         served_model_name=served_model_name,
         api_key=api_key,
+        allowed_hosts=tuple(allowed_host) if allowed_host else None,
         max_queue=max_queue,
         max_pixels=max_pixels,
         max_frames=max_frames,
@@ -325,7 +333,7 @@ def serve(
     _say(str(report) if report is not None else f"not offloaded, on {engine.device}")
     shown = f"[{host}]" if ":" in host else host
     _say(f"{model} on http://{shown}:{port}", "[green]serving[/] ")
-    run(engine, settings, listener, log_level=log_level)
+    run(engine, settings, listener, host=host, log_level=log_level)
     if engine.status.cause is not None:
         _say(f"ended without {engine.status.cause}", "[bold red]error:[/] ", errors)
         raise typer.Exit(1)

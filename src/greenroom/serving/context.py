@@ -93,8 +93,9 @@ class Context:
                     404, f"model {words.model[:200]!r} is not served here; {self.model_name!r} is",
                     param="model", code="model_not_found",
                 )  # fmt: skip
+            limits.check_known(self.omni, words, limits.input_of(inputs))
             params = words.sampling(**more)
-            limits.check(self.omni, self.settings, words.prompt, params)
+            limits.check(self.omni, self.settings, words, params)
             request = Request({"prompt": words.prompt, **inputs}, params, timeout_s=self.settings.request_timeout)
             return self.omni.submit(request)
         except Exception as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -122,8 +124,13 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
 
 
-def from_validation(problems: list[Any]) -> ApiError:
-    """A 400 that names the first field at fault, from pydantic's list of problems."""
+def from_validation(problems: list[Any], accepted: Sequence[str] = ()) -> ApiError:
+    """A 400 that names the first field at fault, from pydantic's list of problems.
+
+    Args:
+        problems: as pydantic tells them.
+        accepted: fields that are known, for those that are not.
+    """
     first = problems[0] if problems else {}
     where = [str(p) for p in first.get("loc", ()) if p not in ("body", "query", "path", *_BRANCHES)]
     field = ".".join(where) or None
@@ -131,12 +138,19 @@ def from_validation(problems: list[Any]) -> ApiError:
         field = "''"
     kind, told = first.get("type"), str(first.get("msg", "not accepted")).removeprefix("Value error, ")
     if field is None:
-        message = "the body is not a JSON object; accepted: one, sent as application/json"
+        message = "the request is not understood"
     elif kind == "extra_forbidden":
-        message = f"{field} is not a known field"
+        near = difflib.get_close_matches(field, accepted, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        message = f"{field[:_SHOWN]} is not a known field{hint}; accepted: {', '.join(accepted)}"
     elif kind == "missing":
         message = f"{field} is missing"
     else:
-        given = repr(first.get("input"))
-        message = f"{field} = {given if len(given) <= _SHOWN else given[:_SHOWN] + '...'} is not accepted: {told}"
+        message = f"{field} = {shown(first.get('input'))} is not accepted: {told}"
     return ApiError(400, message, param=field, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """A value as it was sent, or its beginning."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

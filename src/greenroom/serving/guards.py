@@ -1,4 +1,7 @@
-"""What stands before every route: the key, the origin, the size of a body. Plain ASGI, so that streams stay streams."""
+"""What stands before every route: the name, the key, the origin, the size of a body.
+
+Plain ASGI, so that streams stay streams.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,34 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 _READING = ("GET", "HEAD", "OPTIONS")
 
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def host_name(host: str) -> str:
+    """The name or address of a `Host`, without its port and brackets, in small letters."""
+    if host.count(":") > 1 and not host.startswith("["):
+        host = f"[{host}]"
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
 class _TooLarge(HTTPException):
     """Raised while a body is read; an HTTPException, since the readers of bodies let only these through."""
 
 
 class Guards:
-    """Refuses requests without the key, from another site's pages, or with too large a body.
+    """Refuses requests to another's name, without the key, from another site's pages, or with too large a body.
 
     Note [A page of another site]
         A browser on this machine can be made to post to 127.0.0.1 by any page that it visits. It says so in `Origin`,
         which must be this server's own for anything that is not mere reading.
+
+    Note [A name that leads here]
+        A page may also have its own name resolve to 127.0.0.1: then its origin is this server's, and it may read as
+        well. What it cannot do is send another name than its own in `Host`, so where everybody on this machine is let
+        in without a key, only names of this machine are answered.
     """
 
     def __init__(self, app: Any, context: Context) -> None:
@@ -42,7 +63,13 @@ class Guards:
             await self.app(scope, receive, send)
             return
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        error = self._leaving() or self._key(scope, headers) or self._origin(scope, headers) or self._length(headers)
+        error = (
+            self._leaving()
+            or self._host(scope, headers)
+            or self._key(scope, headers)
+            or self._origin(scope, headers)
+            or self._length(headers)
+        )
         if error is not None:
             await error.response()(scope, receive, send)  # type: ignore[arg-type]
             return
@@ -83,6 +110,20 @@ class Guards:
 
     def _leaving(self) -> ApiError | None:
         return shutting_down() if self.context.leaving else None
+
+    def _host(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
+        allowed, given = self.settings.allowed_hosts, headers.get("host")
+        if allowed is None or given is None:  # every browser says it
+            return None
+        name = host_name(given)
+        here = (scope.get("server") or ("",))[0]
+        if name in map(host_name, (*allowed, here)):
+            return None
+        return ApiError(
+            403,
+            f"Host = {given[:100]!r} is not accepted; accepted: {', '.join(allowed)}, and what --allowed-host names",
+            code="foreign_host",
+        )
 
     def _key(self, scope: Scope, headers: dict[str, str]) -> ApiError | None:
         key = self.settings.api_key

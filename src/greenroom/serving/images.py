@@ -17,7 +17,8 @@ from greenroom.engine import Job, OmniResult, RequestCancelled
 from greenroom.engine.media import as_picture, read_image, write_image
 from greenroom.serving.context import Context, changes, event
 from greenroom.serving.errors import ApiError, as_api_error, shutting_down
-from greenroom.serving.forms import bytes_or_text, form_words, read_fields
+from greenroom.serving.forms import Files, form_words, json_words, read_fields, read_json
+from greenroom.serving.limits import accepted_fields
 from greenroom.serving.schemas import ImageEdit, ImageGeneration, parse
 
 
@@ -25,8 +26,9 @@ def router(context: Context) -> APIRouter:
     """The routes for pictures."""
     routes = APIRouter(prefix="/v1/images", tags=["images"])
 
-    @routes.post("/generations", summary="Draw pictures from a prompt.")
-    async def generations(words: ImageGeneration, http: HttpRequest) -> Response:
+    @routes.post("/generations", summary="Draw pictures from a prompt.", openapi_extra=json_words(ImageGeneration))
+    async def generations(http: HttpRequest) -> Response:
+        words = parse(ImageGeneration, await read_json(http), accepted_fields(context.omni, ImageGeneration))
         return await _answer(context, "image", words, {}, http)
 
     @routes.post(
@@ -35,31 +37,33 @@ def router(context: Context) -> APIRouter:
         openapi_extra=form_words(ImageEdit, {"image": True, "mask": False}),
     )
     async def edits(http: HttpRequest) -> Response:
-        fields, files = await read_fields(http, ("image", "mask"))
-        words: ImageEdit = parse(ImageEdit, fields)
+        fields, files = await read_fields(http, ImageEdit.files)
+        using = "mask_image" if files.get("mask") else "image"
+        accepted = await asyncio.to_thread(accepted_fields, context.omni, ImageEdit, using)
+        words = parse(ImageEdit, fields, accepted)
         if not files.get("image"):
             raise ApiError(400, "image is missing; accepted: a picture", param="image", code="invalid_value")
         if len(files.get("mask", ())) > 1:
             raise ApiError(400, "mask is given twice", param="mask")
         inputs = await asyncio.to_thread(_read, context, files)
+        if not all(map(context.omni.can_take, inputs)):
+            raise ApiError(400, "image: this model draws from text and takes no picture", param="image")
         return await _answer(context, "edit", words, inputs, http)
 
     return routes
 
 
-def _read(context: Context, files: dict[str, list[bytes]]) -> dict[str, Any]:
-    pictures = [read_image(bytes_or_text(f), context.media_limits, "image") for f in files["image"]]
+def _read(context: Context, files: Files) -> dict[str, Any]:
+    pictures = [read_image(f, context.media_limits, "image") for f in files["image"]]
     inputs: dict[str, Any] = {"image": pictures if len(pictures) > 1 else pictures[0]}
     if files.get("mask"):
-        inputs["mask_image"] = read_image(bytes_or_text(files["mask"][0]), context.media_limits, "mask")
+        inputs["mask_image"] = read_image(files["mask"][0], context.media_limits, "mask")
     return inputs
 
 
 async def _answer(
     context: Context, kind: str, words: ImageGeneration, inputs: dict[str, Any], http: HttpRequest
 ) -> Response:
-    if inputs and not await asyncio.to_thread(_takes, context, inputs):
-        raise ApiError(400, "image: this model draws from text and takes no picture", param="image")
     # A picture of a video model is a video of one frame.
     more = {"num_frames": 1} if context.omni.facts.makes_videos else {}
     job = context.submit(kind, words, inputs, num_outputs_per_prompt=words.n, **more)
@@ -70,10 +74,6 @@ async def _answer(
     pieces = [*_in_pieces(body, pictures)]
     length = {"Content-Length": str(sum(map(len, pieces)))}
     return StreamingResponse(_sent(pieces), media_type="application/json", headers=length)
-
-
-def _takes(context: Context, inputs: dict[str, Any]) -> bool:
-    return all(context.omni.can_take(name) for name in inputs)
 
 
 def _in_pieces(body: dict[str, Any], pictures: list[bytes]) -> Iterator[bytes]:

@@ -11,14 +11,17 @@ Note [Nobody holds the interpreter for long]
 from __future__ import annotations
 
 import gc
+import ipaddress
 import signal
 import socket
 import sys
+from dataclasses import replace
 
 import uvicorn
 
 from greenroom.engine import Engine
 from greenroom.serving.app import create_app
+from greenroom.serving.guards import LOOPBACK
 from greenroom.serving.leaving import SIGNALS, Server
 from greenroom.serving.settings import ServerSettings
 
@@ -43,11 +46,44 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(omni: Engine, settings: ServerSettings, listener: socket.socket, *, log_level: str = "info") -> None:
+def known_hosts(settings: ServerSettings, host: str) -> ServerSettings:
+    """The same settings with names that requests may be addressed to; see Note [A name that leads here].
+
+    Args:
+        settings: `allowed_hosts` are names beside those of this machine; "*" is any.
+        host: what the server listens on.
+    """
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = all(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
+    given = settings.allowed_hosts
+    if "*" in (given or ()) or (given is None and not (local and settings.api_key is None)):
+        return replace(settings, allowed_hosts=None)
+    names = (*LOOPBACK, host, *(given or ()))
+    return replace(settings, allowed_hosts=tuple(dict.fromkeys(names)))
+
+
+def run(
+    omni: Engine,
+    settings: ServerSettings,
+    listener: socket.socket,
+    *,
+    host: str | None = None,
+    log_level: str = "info",
+) -> None:
     """Serves until SIGINT or SIGTERM. Requests are given up then; a second signal ends the process at once.
 
     Whatever hangs, it is over `settings.shutdown_timeout` seconds after the signal.
+
+    Args:
+        omni: the engine.
+        settings: what is allowed.
+        listener: where to serve, from `listen`.
+        host: the name that the listener's address was given by; None for the address itself.
+        log_level: one of `LOG_LEVELS`.
     """
+    settings = known_hosts(settings, host or listener.getsockname()[0])
     yield_often()
     server = make_server(omni, settings, log_level=log_level, alone=True)
     # For a signal that comes when uvicorn listens to none any more.

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from greenroom.engine import Engine, Figures, OmniMetrics
+from greenroom.handle import Report
 from greenroom.serving.errors import CLIENT_CLOSED_REQUEST, as_api_error
 
 # HTTP status -> outcome, where it is not "refused" (4xx) or "failed" (5xx).
@@ -101,7 +102,7 @@ def _of_ranks(figures: list[Figures]) -> Iterator[Metric]:
     yield from family(
         "greenroom_device_allocated_bytes", "Device memory in use.", [float(f.allocated) for f in figures]
     )
-    resident = [sum(c.resident for c in r.components) + r.arena if r is not None else None for r in reports]
+    resident = [_resident(r) if r is not None else None for r in reports]
     yield from family("greenroom_resident_bytes", "Device memory that weights hold all the time.", resident)
     pinned = [r.pinned if r is not None else None for r in reports]
     yield from family("greenroom_pinned_bytes", "Page-locked host memory.", pinned)
@@ -109,6 +110,11 @@ def _of_ranks(figures: list[Figures]) -> Iterator[Metric]:
     yield from family("greenroom_pageable_bytes", "Host memory of weights that is not locked.", pageable)
     budgets = [r.budget if r is not None else None for r in reports]
     yield from family("greenroom_memory_budget_bytes", "The memory budget.", budgets)
+
+
+def _resident(report: Report) -> int:
+    """Of one that sleeps, the components say what they hold when it is awake."""
+    return 0 if report.asleep else sum(c.resident for c in report.components) + report.arena
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

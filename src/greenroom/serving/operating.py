@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Query
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -14,7 +15,8 @@ from greenroom.engine.errors import DoesNotFit
 from greenroom.errors import GreenroomError
 from greenroom.serving.context import Context
 from greenroom.serving.errors import ApiError
-from greenroom.serving.schemas import MemoryChange
+from greenroom.serving.forms import json_words, read_json
+from greenroom.serving.schemas import MemoryChange, parse
 
 
 def router(context: Context) -> APIRouter:
@@ -89,8 +91,14 @@ def router(context: Context) -> APIRouter:
         snapshot["waiting"], snapshot["running"] = status.waiting, status.running
         return snapshot
 
-    @routes.post("/v1/offload/memory", tags=["operating"], summary="Change the memory budget between two requests.")
-    async def memory(change: MemoryChange) -> dict[str, Any]:
+    @routes.post(
+        "/v1/offload/memory",
+        tags=["operating"],
+        summary="Change the memory budget between two requests.",
+        openapi_extra=json_words(MemoryChange),
+    )
+    async def memory(http: HttpRequest) -> dict[str, Any]:
+        change = parse(MemoryChange, await read_json(http))
         try:
             report = await context.operate(omni.set_memory, change.memory_budget)
         except GreenroomError:

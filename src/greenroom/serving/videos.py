@@ -13,7 +13,8 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from greenroom.engine.media import read_image
 from greenroom.serving.context import Context, changes, event
 from greenroom.serving.errors import ApiError, shutting_down
-from greenroom.serving.forms import bytes_or_text, form_words, read_fields
+from greenroom.serving.forms import form_words, read_fields
+from greenroom.serving.limits import accepted_fields
 from greenroom.serving.schemas import VideoCreation, parse
 from greenroom.serving.store import StoredVideo, VideoStore
 
@@ -26,17 +27,20 @@ def router(context: Context, store: VideoStore) -> APIRouter:
 
     @routes.post("", summary="Start a video.", openapi_extra=form_words(VideoCreation, {"input_reference": False}))
     async def create(http: HttpRequest) -> Response:
-        fields, files = await read_fields(http, ("input_reference",))
-        words: VideoCreation = parse(VideoCreation, fields)
+        fields, files = await read_fields(http, VideoCreation.files)
+        references = files.get("input_reference", [])
+        using = "image" if references else None
+        accepted = await asyncio.to_thread(accepted_fields, context.omni, VideoCreation, using)
+        words = parse(VideoCreation, fields, accepted)
         if not context.omni.facts.makes_videos:
             raise ApiError(400, f"{context.model_name} draws pictures; POST /v1/images/generations", param="model")
-        references = files.get("input_reference", [])
         if len(references) > 1:
             raise ApiError(400, "input_reference is given twice", param="input_reference")
         inputs: dict[str, Any] = {}
         if references:
-            data = bytes_or_text(references[0])
-            inputs["image"] = await asyncio.to_thread(read_image, data, context.media_limits, "input_reference")
+            inputs["image"] = await asyncio.to_thread(
+                read_image, references[0], context.media_limits, "input_reference"
+            )
             if not context.omni.can_take("image"):
                 raise ApiError(400, "input_reference: this model takes no picture", param="input_reference")
         frames = words.num_frames
