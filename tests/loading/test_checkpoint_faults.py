@@ -100,6 +100,14 @@ def test_a_model_without_a_component_that_it_needs_generates_nothing(copy: Path,
         Omni(copy, device="cpu")
 
 
+@pytest.mark.parametrize("name", ["text_encoder", "transformer"])
+def test_a_missing_config_is_named(copy: Path, name: str) -> None:
+    (copy / name / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json") as refused:
+        load_checkpoint(copy)
+    assert refused.value.file == str(copy / name)
+
+
 def _link(file: Path) -> None:
     file.unlink()
     file.symlink_to("/nowhere/blob")

@@ -250,8 +250,12 @@ def _check_all_present(folder: Path, entries: dict[str, Any], files: dict[str, C
         place = folder / name
         if library in _LIBRARIES and not place.is_dir():
             raise CheckpointError(place, None, f"is missing, and {INDEX_FILE} lists it; download it again")
-        if name not in files and _module_class(library, class_name) is not None:
+        if _module_class(library, class_name) is None:
+            continue
+        if name not in files:
             raise CheckpointError(place, None, f"has no weight files, and {INDEX_FILE} lists it; download it again")
+        if not (place / "config.json").is_file():  # transformers would assume a model of its own
+            raise CheckpointError(place, None, "has no config.json; download it again")
 
 
 def _module_class(library: str, name: str) -> type[nn.Module] | None:
