@@ -33,12 +33,13 @@ REAL: Mapping[str, tuple[float, float]] = {
 }
 
 
-def check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
+def check_numbers(words: Mapping[str, Any], grain: int | None = None, frame_grain: int = 1) -> None:
     """Refuses numbers that no pipeline makes sense of.
 
     Args:
         words: parameters by the names of a pipeline's call; None and names that are not known here pass.
         grain: height and width must be multiples of this many pixels; None where the pipeline is not known yet.
+        frame_grain: `num_frames` must be one more than a multiple of this.
 
     Raises:
         ConfigError: naming the field, the value and what is accepted.
@@ -52,6 +53,10 @@ def check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
                 below = value - value % grain
                 near = f"{below} or {below + grain}" if below else str(grain)
                 raise ConfigError(name, value, f"multiples of {grain} for this model, such as {near}")
+            if name == "num_frames" and (value - 1) % frame_grain:
+                below = value - (value - 1) % frame_grain
+                accepted = f"1 more than a multiple of {frame_grain} for this model"
+                raise ConfigError(name, value, f"{accepted}, such as {below} or {below + frame_grain}")
         elif name in REAL:
             _real(name, value, *REAL[name])
 

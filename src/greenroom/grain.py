@@ -1,4 +1,4 @@
-"""Which sizes a diffusers pipeline draws as they are asked for."""
+"""Which sizes and numbers of frames a diffusers pipeline draws as they are asked for."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ _EXCEPTIONS: Mapping[str, int] = {
     "KandinskyV22Controlnet": 0,
     "KandinskyV22Inpaint": 0,
 }
+# What pipelines call the frames that a latent stands for; the first frame has one of its own.
+_FRAMES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+# Class names begin so where frames come out by another rule: latents in pairs, segments, sections.
+_OTHER_FRAMES = ("CogVideoX", "ConsisID", "Allegro", "Helios", "HunyuanVideoFramepack", "WanAnimate")
 
 
 def grain_of(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> int:
@@ -52,6 +56,19 @@ def grain_of(pipeline: Any, arguments: Mapping[str, Any] | None = None) -> int:
     processors = (getattr(pipeline, name, None) for name in ("image_processor", "video_processor"))
     factors = (_number(getattr(processor, "config", None), "vae_scale_factor") or 1 for processor in processors)
     return math.lcm(scale * patch, *factors)
+
+
+def frame_grain_of(pipeline: Any) -> int:
+    """Numbers of frames must be one more than a multiple of this, or the pipeline makes another number.
+
+    1 where any number is made, or where nothing is known.
+
+    Args:
+        pipeline: only attributes are read.
+    """
+    if type(pipeline).__name__.startswith(_OTHER_FRAMES):
+        return 1
+    return _number(pipeline, *_FRAMES) or 1
 
 
 def _number(owner: Any, *names: str) -> int | None:

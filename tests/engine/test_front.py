@@ -72,7 +72,7 @@ class Threads:
         self.begun.release()
         self.loaded.wait()
         device = f"place:{rank}"
-        facts = ModelFacts("Pretended", 16, True, {}, {})
+        facts = ModelFacts("Pretended", 16, 4, True, {}, {})
         figures = Figures(rank=None, device=device, alive=True)
         wire.send(Ready("a model", facts, {None: (), "image": (), "mask_image": None}, device, None, False, figures))
         while not isinstance(message := wire.receive(), Stop):

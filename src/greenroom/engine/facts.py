@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from greenroom.frozen import FrozenDict
-from greenroom.grain import grain_of
+from greenroom.grain import frame_grain_of, grain_of
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class ModelFacts:
     Attributes:
         pipeline: the name of its class.
         grain: height and width must be multiples of this many pixels, as `grain_of` tells it without arguments.
+        frame_grain: numbers of frames must be one more than a multiple of this.
         makes_videos: whether it makes videos rather than pictures.
         recommended: call arguments that the checkpoint recommends.
         defaults: whole numbers that the pipeline's call assumes for what nobody says.
@@ -25,6 +26,7 @@ class ModelFacts:
 
     pipeline: str
     grain: int
+    frame_grain: int
     makes_videos: bool
     recommended: Mapping[str, Any]
     defaults: Mapping[str, int]
@@ -56,6 +58,7 @@ def facts_of(pipeline: Any, recommended: Mapping[str, Any]) -> ModelFacts:
     return ModelFacts(
         pipeline=type(pipeline).__name__,
         grain=grain_of(pipeline),
+        frame_grain=frame_grain_of(pipeline),
         makes_videos=draws_videos(type(pipeline)),
         recommended=FrozenDict(recommended),
         defaults=FrozenDict(defaults),

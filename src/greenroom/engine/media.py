@@ -81,9 +81,9 @@ def read_image(data: Picture, limits: MediaLimits | None = None, field: str = "i
         raise
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         accepted = ", ".join(IMAGE_FORMATS)
-        raise RequestRefused(
-            field, f"{field} is not a picture that can be read ({error}); accepted: {accepted}"
-        ) from None
+        # Where it knows no format, Pillow tells of the object that it read from, and no more.
+        why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
+        raise RequestRefused(field, f"{field} is not a picture that can be read{why}; accepted: {accepted}") from None
 
 
 def _from_pixels(pixels: np.ndarray | torch.Tensor, limits: MediaLimits, field: str) -> Image.Image:

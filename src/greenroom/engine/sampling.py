@@ -13,7 +13,7 @@ import torch
 from greenroom.bounds import check_numbers
 from greenroom.engine.errors import RequestRefused
 from greenroom.errors import ConfigError
-from greenroom.grain import grain_of
+from greenroom.grain import frame_grain_of, grain_of
 
 # What the engine fills in itself; not for callers.
 _OURS = frozenset(
@@ -138,7 +138,7 @@ def call_arguments(
     for name, value in inputs.items():
         if value is not None:
             wishes[name] = value
-    _check_numbers(wishes, grain_of(pipeline, {**recommended, **wishes}))
+    _check_numbers(wishes, grain_of(pipeline, {**recommended, **wishes}), frame_grain_of(pipeline))
     arguments = {k: v for k, v in recommended.items() if k in accepted and k not in _OURS}
     for name, value in wishes.items():
         if name == "output_type" and name not in accepted:
@@ -185,9 +185,9 @@ def _check_output_type(value: object) -> None:
         raise RequestRefused("output_type", f"output_type = {value!r} is not accepted; accepted: {accepted}")
 
 
-def _check_numbers(words: Mapping[str, Any], grain: int | None = None) -> None:
+def _check_numbers(words: Mapping[str, Any], grain: int | None = None, frame_grain: int = 1) -> None:
     try:
-        check_numbers(words, grain)
+        check_numbers(words, grain, frame_grain)
     except ConfigError as error:
         raise RequestRefused(error.field, str(error)) from None
 
@@ -207,6 +207,6 @@ def _unknown(pipeline: Any, name: str, value: object) -> RequestRefused:
     hint = f' (did you mean "{near[0]}"?)' if near else ""
     return RequestRefused(
         name,
-        f"{name} = {str(value)[:100]!r} is not a parameter of {type(pipeline).__name__}{hint}; its parameters are: "
+        f"{name} = {repr(value)[:100]} is not a parameter of {type(pipeline).__name__}{hint}; its parameters are: "
         + ", ".join(own),
     )

@@ -77,8 +77,9 @@ def check(omni: Engine, settings: ServerSettings, words: Generation, params: Omn
             raise _refused(field, "half a character (a lone surrogate)", "text") from None
     try:
         check_numbers({"height": params.height, "width": params.width}, omni.facts.grain)
+        check_numbers({"num_frames": params.num_frames}, frame_grain=omni.facts.frame_grain)
     except ConfigError as error:
-        if "size" not in words.model_fields_set:
+        if error.field == "num_frames" or "size" not in words.model_fields_set:
             raise
         raise _refused("size", str(words.size), f"for the {error.field}, {error.accepted}") from None
     device = str(omni.device).partition(":")[0]

@@ -45,7 +45,9 @@ def router(context: Context, store: VideoStore) -> APIRouter:
                 raise ApiError(400, "input_reference: this model takes no picture", param="input_reference")
         frames = words.num_frames
         if frames is None and words.seconds is not None:
-            frames = max(1, round(words.seconds * words.fps))
+            # The number next to it that the model makes.
+            grain = context.omni.facts.frame_grain
+            frames = 1 + grain * max(0, round((words.seconds * words.fps - 1) / grain))
         video = store.add(lambda: context.submit("video", words, inputs, num_frames=frames), words)
         return JSONResponse(video.to_dict(context.model_name))
 
