@@ -21,8 +21,8 @@ app = typer.Typer(
     # Tables of help cut the names of options where lines are short, and read brackets in texts as their own.
     rich_markup_mode=None,
 )
-console = Console()
-errors = Console(stderr=True)
+console = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 ModelArgument = Annotated[str, typer.Argument(help="Folder of a diffusers checkpoint, or a hub id.")]
 DtypeOption = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
