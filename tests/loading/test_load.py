@@ -143,7 +143,8 @@ def test_unexpected_tensors_are_reported(checkpoints: Any, tmp_path: Path) -> No
     held = load_file(file)
     held["blocks.99.extra"] = torch.ones(2)
     save_file(held, file)
-    lines = {line.name: line for line in load_checkpoint(folder).report.components}
+    with pytest.warns(UserWarning, match=r"blocks\.99\.extra"):
+        lines = {line.name: line for line in load_checkpoint(folder).report.components}
     assert lines["transformer"].unexpected == ("blocks.99.extra",) and lines["vae"].unexpected == ()
 
 
