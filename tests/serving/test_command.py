@@ -29,6 +29,8 @@ from ports import free_port
         (["--log-level", "loud"], "--log-level = 'loud' is not accepted; accepted: critical"),
         (["--diffusion-offload-config", '{"mode": "layers"}'], "mode = 'layers' is not accepted"),
         (["--diffusion-offload-config", "{"], "diffusion_offload_config"),
+        (["--api-key", ""], "--api-key = '' is not accepted; accepted: printable ASCII"),
+        (["--api-key", "schlüssel"], "--api-key = '9 characters' is not accepted"),
         (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
         (["--device", "cuda"], "'cuda' is not available here"),
         (["--enable-distributed-layerwise-offload", "--dlo-pin-failure-policy", "maybe"], "--dlo-pin-failure-policy"),
@@ -38,6 +40,13 @@ def test_wrong_words_are_refused_by_flag(emu: Any, words: list[str], told: str) 
     line = ["serve", str(checkpoint_path()), "--omni", "--device", "emu", "--port", str(free_port()), *words]
     run = CliRunner().invoke(app, line)
     assert run.exit_code == 2 and told in run.output, run.output
+
+
+@pytest.mark.parametrize("key", ["", "schlüssel"])
+def test_a_key_in_the_environment_is_checked_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, key: str) -> None:
+    monkeypatch.setenv("GREENROOM_API_KEY", key)
+    run = CliRunner().invoke(app, ["serve", str(tmp_path / "nothing"), "--port", str(free_port())])
+    assert run.exit_code == 2 and "GREENROOM_API_KEY = '" in run.output, run.output
 
 
 def test_an_address_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -393,11 +393,19 @@ def test_sleep_and_wake(own: Any, emu: Any) -> None:
     with live.client() as client:
         first = drawn(client.post(ROUTE, json=BODY))
         awake = emu.memory_allocated()
+
+        def resident() -> float:
+            (line,) = (x for x in client.get("/metrics").text.splitlines() if x.startswith("greenroom_resident_bytes "))
+            return float(line.split()[1])
+
+        before = resident()
         assert client.post("/v1/sleep").json() == {"status": "asleep"}
         assert emu.memory_allocated() < awake
         assert client.get("/health").json()["status"] == "asleep"
         assert client.get("/v1/offload").json()["asleep"] is True
+        assert resident() == 0
         assert client.post("/v1/wake").json() == {"status": "ok"}
+        assert resident() == before > 0
         assert np.array_equal(drawn(client.post(ROUTE, json=BODY)), first)
 
 

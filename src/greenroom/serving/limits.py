@@ -49,7 +49,7 @@ def check_known(omni: Engine, words: Generation, using: str | None) -> None:
         value = getattr(words, field)
         if field == "size" and value == "auto":
             continue
-        message = f"{field} = {shown(value)} is not accepted: this model takes none; accepted: {', '.join(accepted)}"
+        message = f"{field} = {shown(value)} is not accepted, as this model takes none; accepted: {', '.join(accepted)}"
         raise ApiError(400, message, param=field, code="invalid_value")
 
 
