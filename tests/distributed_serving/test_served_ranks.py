@@ -110,7 +110,7 @@ def test_what_is_refused_is_refused_by_name_and_harms_nobody(served: Served, exp
     with served.client() as client:
         for change, field in (
             ({"prompt": ""}, "prompt"),
-            ({"size": "33x32"}, "width"),
+            ({"size": "33x32"}, "size"),
             ({"num_frames": 3}, "num_frames"),
             ({"no_such_word": 1}, "no_such_word"),
         ):
