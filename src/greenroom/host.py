@@ -286,8 +286,17 @@ class HostUnit:
         self._master_views = views
         self._master_at = [v.data_ptr() for v in views]
 
+    def owed(self, device: torch.device) -> int:
+        """Bytes of `device` that `restore` will take."""
+        if self.master is None:
+            return 0
+        return sum(span for _, span, members in self._groups if members and self._origin[members[0]] == device)
+
     def restore(self) -> None:
-        """Gives each tensor memory of its own again, where it was before `adopt`; ties and strides are kept."""
+        """Gives each tensor memory of its own again, where it was before `adopt`; ties and strides are kept.
+
+        Where it raises, it may be called again: what had its own memory already is taken back first.
+        """
         if self.master is None:
             return
         self.release(thorough=True)
