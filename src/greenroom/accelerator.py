@@ -273,3 +273,15 @@ def _when_storage_goes(memory: torch.Tensor, unlock: Callable[[int], object], ad
     finalizer = weakref.finalize(memory.untyped_storage(), unlock, address)
     finalizer.atexit = False  # the driver may be gone by then, and the process's memory goes anyway
     return finalizer
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """The generator that calls on `device` use when they are given none; nothing for a device without one."""
+    if device.type == "cpu":
+        return []
+    try:
+        module = torch.get_device_module(device)
+        found = getattr(module, "default_generators", None)
+        return [found[device.index] if found else module.default_generator(device)]
+    except (AttributeError, IndexError, RuntimeError):
+        return []

@@ -11,13 +11,11 @@ Note [No reference cycles]
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import re
 import sys
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,66 +28,17 @@ from torch import nn
 
 from greenroom.errors import OffloadError
 from greenroom.host import module_tensors
+from greenroom.strategies.again import Inputs, stateful
 from greenroom.strategies.brackets import Bracket
 from greenroom.strategies.calls import asking_pipeline
 from greenroom.strategies.copies import copy_component, whole_state
+from greenroom.strategies.occupancy import Occupancy
 
 # Methods that compute. Setters and switches (enable_tiling, set_attn_processor) are none of our business.
 _COMPUTES = re.compile(
     r"(encode|decode|tiled_|spatial_tiled|temporal_tiled|generate|sample|embed|quantize|forward_|get_\w+_features|"
     r"get_\w+_embeddings?|vision_|language_|denoise|predict|apply_)"
 )
-
-
-_CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
-
-
-class Occupancy:
-    """Who is inside which component. One thread computes at a time; others wait at the door.
-
-    The threads would share one set of device buffers otherwise, and each would overwrite what the other reads.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.inside: list[Door] = []
-
-    def enter(self, door: Door) -> None:
-        self.lock.acquire()
-        if self.inside:
-            self._heal()
-        self.inside.append(door)
-
-    def leave(self, door: Door) -> bool:
-        """False if `door` was never entered: its component could not be brought in."""
-        if door not in self.inside:
-            return False
-        while self.inside:
-            last = self.inside.pop()
-            self.lock.release()
-            if last is door:
-                break
-        return True
-
-    def busy(self) -> bool:
-        """Whether a component is computing, on this thread or, if the lock was taken by the caller, on any."""
-        if self.inside:
-            self._heal()
-        return bool(self.inside)
-
-    def _heal(self) -> None:
-        """Forgets those who left without a word: KeyboardInterrupt and the like run no forward hooks."""
-        live = set()
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            # Asking a frame for its locals makes it keep them; in these frames the arguments live as long anyway.
-            if frame.f_code in _CALLS:
-                live.add(id(frame.f_locals["self"]))
-            frame = frame.f_back
-        kept = [d for d in self.inside if id(d.module()) in live or d.serving]
-        for _ in range(len(self.inside) - len(kept)):
-            self.lock.release()
-        self.inside[:] = kept
 
 
 class Door:
@@ -103,8 +52,9 @@ class Door:
         on_enter: called before the component computes, with the name of the door ("forward", "decode", ...) and the
             inputs.
         on_leave: called when it has, or has failed; told the name, and whether it failed.
-        on_out_of_memory: called when the device runs out of memory behind the door, to make room; the component is
-            then run again from the same inputs. It raises when there is no more to give.
+        on_out_of_memory: called when the device runs out of memory behind the door, to make room, with the name of
+            the door; the component is then run again from the same inputs, where these are what they were. It raises
+            when there is no more to give.
         on_call: called when a pipeline asks where to compute, as it does when a call begins; told the pipeline, or
             None where it cannot be known.
         may_move_along: whether a request to move the module elsewhere is passed over now instead of refused: some
@@ -124,7 +74,7 @@ class Door:
         on_enter: Callable[[str, Any], None],
         on_leave: Callable[[str, bool], None],
         *,
-        on_out_of_memory: Callable[[torch.OutOfMemoryError], None] | None = None,
+        on_out_of_memory: Callable[[str, torch.OutOfMemoryError], None] | None = None,
         on_call: Callable[[Any], None] | None = None,
         may_move_along: Callable[[], bool] | None = None,
         children: bool = False,
@@ -152,7 +102,8 @@ class Door:
     def _install(
         self, module: nn.Module, children: bool, unwatched: set[int], closed: set[int], methods: Sequence[str]
     ) -> None:
-        self._forward = Bracket(module, self._before_forward, self._after_forward, self._hook_forward, self._run)
+        again = functools.partial(self._run, "forward")
+        self._forward = Bracket(module, self._before_forward, self._after_forward, self._hook_forward, again)
         self._handles.append(self._forward)
         for name in sorted({*_computing_methods(type(module)), *methods}):
             self._guard(module, name)
@@ -271,7 +222,7 @@ class Door:
         failed = True
         try:
             args, kwargs = self._moved(args, kwargs) or (args, kwargs)
-            result = self._run(MethodType(original, this), args, kwargs)
+            result = self._run(name, MethodType(original, this), args, kwargs)
             failed = False
             return result
         finally:
@@ -283,7 +234,12 @@ class Door:
         if name != "to":
             self._refuse_move(torch.device(name), name)
             return this
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+        if layout not in (None, torch.preserve_format):
+            raise OffloadError(
+                f"to(memory_format={layout}): the module is offloaded, and its weights keep their layout; accepted: "
+                "the same before greenroom.offload()"
+            )
         frame = sys._getframe(2)
         caller = str(frame.f_globals.get("__name__"))
         if device is not None and not (_only_completes(caller) and device == next(module_tensors(this)).device):
@@ -328,7 +284,7 @@ class Door:
         door = self
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return door._run(original, args, kwargs)
+            return door._run("forward", original, args, kwargs)
 
         functools.update_wrapper(forward, original)
         forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
@@ -337,22 +293,27 @@ class Door:
         self._methods["forward"] = id(forward)
 
     def _rerun(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(MethodType(original, this), args, kwargs)
+        return self._run(name, MethodType(original, this), args, kwargs)
 
-    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.on_out_of_memory is None or not self._handles:
+    def _run(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`call`; the outermost one of a component again, for as long as memory runs out and there is some to free."""
+        if self.on_out_of_memory is None or not self._handles or len(self.occupancy.inside) > 1:
             return call(*args, **kwargs)
         inputs = Inputs(args, kwargs, self.device)
         while True:
             try:
                 return call(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                if not inputs.restore():
-                    raise
+                obstacle = inputs.obstacle() or stateful(self.module())
                 # The frames of the failed attempt hold its activations.
                 traceback.clear_frames(error.__traceback__)
                 failure = error.with_traceback(None)
-            self.on_out_of_memory(failure)
+            self.on_out_of_memory(name, failure)
+            if obstacle is not None:
+                raise torch.OutOfMemoryError(
+                    f"{failure}\nThe call cannot be run again with more room, since {obstacle}; the next one has it"
+                ) from None
+            inputs.restore()
 
 
 class _StateHook:
@@ -467,60 +428,6 @@ class ExecutionHook:
                 "handle.disable() first"
             )
         return module
-
-
-class Inputs:
-    """The inputs of a call as they are now, so that the call can be run a second time.
-
-    Containers are given back their items; generators, the global ones included, their state. A tensor that was
-    changed in place cannot be given back.
-
-    Args:
-        args, kwargs: what the call is given.
-        device: whose global generator the call may use.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
-        self._containers: list[tuple[Any, Any]] = []
-        self._tensors: list[tuple[torch.Tensor, int]] = []
-        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        generators = [torch.default_generator]
-        if device.type != "cpu":
-            with contextlib.suppress(AttributeError, IndexError, RuntimeError):
-                module = torch.get_device_module(device)
-                found = getattr(module, "default_generators", None)
-                generators.append(found[device.index] if found else module.default_generator(device))
-        for generator in generators:
-            self._generators.append((generator, generator.get_state()))
-        self._note(args)
-        self._note(kwargs)
-
-    def _note(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if not value.is_inference():
-                self._tensors.append((value, value._version))
-        elif isinstance(value, torch.Generator):
-            self._generators.append((value, value.get_state()))
-        elif isinstance(value, dict):
-            self._containers.append((value, dict(value)))
-            for item in value.values():
-                self._note(item)
-        elif isinstance(value, list | tuple):
-            if isinstance(value, list):
-                self._containers.append((value, list(value)))
-            for item in value:
-                self._note(item)
-
-    def restore(self) -> bool:
-        """Puts everything back; False if that is not possible, and nothing was put back."""
-        if any(t._version != version for t, version in self._tensors):
-            return False
-        for container, items in self._containers:
-            container.clear()
-            container.update(items) if isinstance(container, dict) else container.extend(items)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        return True
 
 
 def _computing_methods(cls: type[nn.Module]) -> list[str]:

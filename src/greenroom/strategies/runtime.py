@@ -27,11 +27,12 @@ from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.blocks import around_block
 from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of_graphs
 from greenroom.strategies.calls import refuse_strangers, running, unwatch, watch
-from greenroom.strategies.entry import Door, Occupancy
+from greenroom.strategies.entry import Door
 from greenroom.strategies.keeper import Keeper, SharedKeeper
 from greenroom.strategies.kept import views_into
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.masters import Masters
+from greenroom.strategies.occupancy import Occupancy
 from greenroom.strategies.outside import watch_parts
 from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
 from greenroom.strategies.probe import Probe, Timing
@@ -217,7 +218,7 @@ class Runtime:
             self.occupancy,
             functools.partial(self._enter, part),
             functools.partial(self._leave, part),
-            on_out_of_memory=functools.partial(self._shrink, part) if self.keeper else None,
+            on_out_of_memory=functools.partial(self._make_ready, part) if self.keeper else None,
             on_call=self.call_begins,
             may_move_along=self._is_calling,
             children=component.placement != STREAM,
@@ -495,6 +496,7 @@ class Runtime:
             self.copier.fix([b for b in part.blocks if b.index in stay and b.unit.tensors])
         except torch.OutOfMemoryError as error:
             self._shrink(part, error.with_traceback(None))
+            self._begin_forward(part, stream, track)  # its pass is over; this one runs with more room
 
     def _leave(self, part: Part, door: str, failed: bool) -> None:
         if part is self._aside:
@@ -513,8 +515,14 @@ class Runtime:
         if part.additions and (failed or not self._in_call) and not self.occupancy.inside:
             self._drop_additions(part)
 
+    def _make_ready(self, part: Part, door: str, error: torch.OutOfMemoryError) -> None:
+        """Frees memory after `part` ran out of it behind `door`, and makes it ready to run again."""
+        self._shrink(part, error)
+        if door == "forward" and part.stream is not None and part.track is not None and self.gathers(part):
+            self._begin_forward(part, part.stream, part.track)
+
     def _shrink(self, part: Part, error: torch.OutOfMemoryError) -> None:
-        """Frees memory after `part` ran out of it, and makes it ready to run again."""
+        """Frees memory after `part` ran out of it; what it had begun is over."""
         assert self.keeper is not None
         if part.track is not None:
             while part.track.held:
@@ -522,8 +530,6 @@ class Runtime:
         if part.stream is not None:
             part.stream.heal()
         self.keeper.shrink(self, part, error)
-        if part.stream is not None and part.track is not None and self.gathers(part):
-            self._begin_forward(part, part.stream, part.track)  # its pass is over; this one runs with more room
 
     def _hold(self, part: Part) -> None:
         """Keeps the blocks of `part` for a call that runs them many times; within a budget, as many as fit."""
