@@ -102,8 +102,9 @@ class Door:
     def _install(
         self, module: nn.Module, children: bool, unwatched: set[int], closed: set[int], methods: Sequence[str]
     ) -> None:
-        again = functools.partial(self._run, "forward")
-        self._forward = Bracket(module, self._before_forward, self._after_forward, self._hook_forward, again)
+        self._forward = Bracket(
+            module, self._before_forward, self._after_forward, self._hook_forward, self._run_compiled
+        )
         self._handles.append(self._forward)
         for name in sorted({*_computing_methods(type(module)), *methods}):
             self._guard(module, name)
@@ -294,6 +295,9 @@ class Door:
 
     def _rerun(self, this: nn.Module, name: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._run(name, MethodType(original, this), args, kwargs)
+
+    def _run_compiled(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._run("forward", call, args, kwargs)
 
     def _run(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`call`; the outermost one of a component again, for as long as memory runs out and there is some to free."""
