@@ -80,7 +80,7 @@ def offload(
         current = _owners(plan)
         same = len(current) == 1 and current[0].config == parsed and current[0].accelerator.device == accelerator.device
         same = same and all(_OWNERS.get(c.module) is current[0] for c in plan.components)
-        same = same and (current[0].sharing is None or current[0].sharing.whole)
+        same = same and not current[0].leaving and (current[0].sharing is None or current[0].sharing.whole)
         if ranks is not None:
             same = all(ranks.meeting.answer("offloaded like this already", same))
         if same:

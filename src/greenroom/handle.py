@@ -187,6 +187,7 @@ class Handle:
         runtime = self._current()
         if runtime is None or not runtime.enabled:
             raise OffloadError("this offload was disabled, or its pipeline is gone; call greenroom.offload again")
+        runtime.require_staying()
         return runtime
 
     @property
@@ -277,7 +278,10 @@ class Handle:
         """Undoes the offload: hooks, placement and memory are as they were before. Harmless when done already.
 
         Raises:
-            OffloadError: a call of the pipeline is running.
+            OffloadError: a call of the pipeline is running. Or something failed halfway: every weight is whole, calls
+                are refused, and `disable` may be called again until all is as it was.
+            torch.OutOfMemoryError: the pipeline was on the device before, and there is no room for it there now; the
+                offload goes on as it was, unless the message says that `disable` has begun.
         """
         runtime = self._current()
         if runtime is None or not runtime.enabled:
@@ -371,11 +375,12 @@ class Handle:
         self._runtime = self._renew(pipeline, runtime)._runtime
 
     def __repr__(self) -> str:
-        return (
-            f"<greenroom offload of {type(self._pipeline()).__name__}>\n{self.report()}"
-            if self.enabled
-            else ("<greenroom offload, disabled>")
-        )
+        runtime = self._current()
+        if runtime is None or not runtime.enabled:
+            return "<greenroom offload, disabled>"
+        if runtime.leaving:
+            return "<greenroom offload, half undone: disable() is to be called again>"
+        return f"<greenroom offload of {type(self._pipeline()).__name__}>\n{report_of(runtime)}"
 
 
 def require_between_calls(runtime: Runtime, call: str) -> None:

@@ -23,6 +23,7 @@ from greenroom.config import OffloadConfig
 from greenroom.discovery import DIT
 from greenroom.errors import OffloadError
 from greenroom.host import HostUnit, module_tensors, movable
+from greenroom.memory import format_bytes
 from greenroom.strategies.additions import adapt, tensor_ids
 from greenroom.strategies.blocks import around_block
 from greenroom.strategies.brackets import Bracket, compile_in_place, keep_out_of_graphs
@@ -42,6 +43,7 @@ from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
 _RUNS_BLOCKS_MANY_TIMES = frozenset({"generate", "sample"})
+_CALL_AGAIN = "all weights are whole, some where they came from: free memory there and call handle.disable() again"
 
 
 class Runtime:
@@ -85,6 +87,8 @@ class Runtime:
         self.layout = Layout({})
         self.asleep = False
         """Set by `sleep`: nothing is on the device, and nobody may compute."""
+        self.leaving = False
+        """Whether `disable` has begun and did not finish."""
         self._aside: Part | None = None
         self._materialized = 0
         """How many `materialized` blocks are open."""
@@ -101,12 +105,13 @@ class Runtime:
         self._in_call = False
         self._looked = False
         self.pipelines: list[Callable[[], Any]] = []
-        self._undo = contextlib.ExitStack()
+        self._undo: list[Callable[[], object]] = []
+        self._undo_doors: list[Callable[[], object]] = []
         self._finalizers: list[weakref.finalize] = []
         try:
             self._enable(plan, residents, arena_bytes)
         except BaseException as error:
-            self.disable()
+            self._leave_for_good()
             traceback.clear_frames(error.__traceback__)  # whoever keeps it must not keep device memory
             raise
         # Kept alive by the modules and by nothing else, and taken apart when the last of them is gone: hooks, parts
@@ -146,14 +151,15 @@ class Runtime:
             reference = weakref.ref(component.module)
             self._modules[component.name] = reference
             self._block_modules[component.name] = [weakref.ref(b.module) for b in component.blocks]
-            self._undo.callback(_sweep, reference, _origin_device(component.module), self.accelerator.device)
+            origin = _origin_device(component.module)
+            self._undo.append(functools.partial(_sweep, reference, origin, self.accelerator.device))
         for part, component in zip(self.parts, plan.components, strict=True):
             part.known = tensor_ids(component.module)
-        self._undo.callback(self._restore_additions)
+        self._undo.append(self._restore_additions)
         units = [*(u for part in self.parts for u in part.units), *((shared,) if shared.tensors else ())]
         self.masters.reserve_staging(units)
         for unit in units:
-            self._undo.callback(unit.restore)
+            self._undo.append(unit.restore)
         if self.sharing is not None:
             for unit in self.sharing.adopt(self.accelerator, self.parts, layout):
                 assert unit.shared is not None
@@ -162,9 +168,9 @@ class Runtime:
         for unit in units:
             if unit.master is None:
                 self.masters.adopt(unit)
-        self._undo.callback(self.masters.end_staging)
+        self._undo.append(self.masters.end_staging)
         self.masters.stage(max((u.nbytes for u in units), default=0))
-        self._undo.callback(self._drop_all)
+        self._undo.append(self._drop_all)
         self.bring_what_stays()
         if self.sharing is not None:
             self.sharing.gather(self.copier, self.parts, self._lock_shard)
@@ -210,7 +216,7 @@ class Runtime:
 
     def _hang_door(self, part: Part, component: Component) -> None:
         if type(component.wrapper).__name__ == "OptimizedModule":
-            self._undo.callback(compile_in_place(component.wrapper, component.module))
+            self._undo_doors.append(compile_in_place(component.wrapper, component.module))
         door = Door(
             component.module,
             part,
@@ -228,18 +234,53 @@ class Runtime:
             methods=sorted(part.hold),
         )
         self._doors[part.name] = door
-        self._undo.callback(door.remove)
+        self._undo_doors.append(door.remove)
 
     def disable(self) -> None:
-        """Takes off every hook and gives every tensor back its memory, where it was before."""
+        """Takes off every hook and gives every tensor back its memory, where it was before.
+
+        Raises:
+            torch.OutOfMemoryError: weights came from the device and do not fit there now. Where that was known
+                beforehand the offload goes on as it was; else `leaving` is set, and calling it again does the rest.
+            OffloadError: something else failed; calling it again does the rest.
+        """
+        self.require_room()
+        try:
+            self._leave_for_good()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # whoever keeps it must not keep device memory
+            told = f"handle.disable() did not finish ({error}); {_CALL_AGAIN}"
+            kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else OffloadError
+            raise kind(told) from error
+
+    def require_room(self) -> None:
+        """Raises torch.OutOfMemoryError where weights came from the device and do not fit there any more."""
+        device = self.accelerator.device
+        units = [*(u for part in self.parts for u in part.units), *((self.shared,) if self.shared else ())]
+        owed = sum(unit.owed(device) for unit in units)
+        if not owed or self.leaving:  # of a unit that is half given back, only half is owed
+            return
+        room = self.accelerator.free_and_total()[0] + self.device_bytes()
+        if owed > room:
+            raise torch.OutOfMemoryError(
+                f"{format_bytes(owed)} of weights were on {device} before the offload, and no more than "
+                f"{format_bytes(room)} are there for them now; free memory there before they go back; the offload "
+                "goes on as it was"
+            )
+
+    def _leave_for_good(self) -> None:
+        """Undoes all that was done; what cannot be undone now is left for another time."""
+        self.leaving = True
+        _undo_all(self._undo)
+        _undo_all(self._undo_doors)  # the last to go: until then they tell whoever enters
         for finalizer in self._finalizers:
             finalizer.detach()
         self._finalizers.clear()
         for reference in self.pipelines:
             unwatch(reference())
         self.pipelines.clear()
-        self._undo.close()
         self._take_apart()
+        self.leaving = False
         if self.sharing is not None:
             self.sharing.wait()
 
@@ -252,7 +293,8 @@ class Runtime:
 
     def _module_died(self) -> None:
         if not any(f.alive for f in self._finalizers):
-            self._undo.pop_all()
+            self._undo.clear()
+            self._undo_doors.clear()
             self._take_apart()
 
     def _take_apart(self) -> None:
@@ -427,11 +469,20 @@ class Runtime:
     # ------------------------------------------------------------------ who is on the device when
 
     def require_awake(self) -> None:
-        """Raises OffloadError for an offload that sleeps: its device memory was promised to somebody else."""
+        """Raises OffloadError for an offload that sleeps: its device memory was promised to somebody else.
+
+        And for one that is half undone, whose weights are partly where they came from.
+        """
+        self.require_staying()
         if self.asleep:
             raise OffloadError(
                 "this offload sleeps, and its device memory may be in use by others; call handle.wake() first"
             )
+
+    def require_staying(self) -> None:
+        """Raises OffloadError for an offload that is half undone."""
+        if self.leaving:
+            raise OffloadError(f"handle.disable() did not finish; {_CALL_AGAIN}")
 
     def _refuse_materialized(self) -> None:
         """Raises OffloadError for a pipeline's call inside a `materialized` block.
@@ -776,6 +827,28 @@ def reference_to(pipeline: Any) -> Callable[[], Any]:
         return weakref.ref(pipeline)
     except TypeError:
         return lambda: pipeline
+
+
+def _undo_all(stack: list[Callable[[], object]]) -> None:
+    """Does what is on `stack`, the latest first; what fails stays on it, and the rest is done all the same.
+
+    Raises:
+        Exception: the first of the failures.
+    """
+    failed: list[Callable[[], object]] = []
+    first: Exception | None = None
+    try:
+        while stack:
+            try:
+                stack[-1]()
+            except Exception as error:
+                first = first or error
+                failed.append(stack[-1])
+            stack.pop()
+    finally:
+        stack += reversed(failed)
+    if first is not None:
+        raise first
 
 
 def _rounded(nbytes: int) -> int:
