@@ -9,6 +9,8 @@ accelerator at all.
 from __future__ import annotations
 
 import contextlib
+import functools
+import mmap
 import sys
 import time
 import weakref
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 
 from greenroom.errors import OffloadError
+
+_PAGE = mmap.PAGESIZE
 
 
 class _NoEvent:
@@ -45,11 +49,6 @@ class _NoStream:
     def wait_event(self, event: Any) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def __enter__(self) -> _NoStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None: ...
 
 
 class Accelerator:
@@ -158,9 +157,14 @@ class Accelerator:
         """
         if not pin or self.is_cpu:
             return torch.empty(nbytes, dtype=torch.uint8)
-        if self.device.type == "cuda" and torch.version.hip is None:
-            return _registered(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        if self._registers_with_cuda:
+            raw = torch.empty(nbytes + _PAGE, dtype=torch.uint8)
+            start = -raw.data_ptr() % _PAGE
+            buffer = raw[start : start + nbytes]
+            self._register_with_cuda(buffer)
+            return buffer
+        with self.guard():
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def register(self, memory: torch.Tensor) -> Callable[[], object]:
         """Page-locks host memory that was allocated elsewhere, such as memory that processes share.
@@ -175,20 +179,80 @@ class Accelerator:
             RuntimeError: the system refused.
             NotImplementedError: this device has no way to lock foreign memory.
         """
-        if self.device.type == "cuda" and torch.version.hip is None:
-            return _register_with_cuda(memory)
+        if self._registers_with_cuda:
+            return self._register_with_cuda(memory)
         module: Any = None if self.is_cpu else torch.get_device_module(self.device)
         if not hasattr(module, "register_host"):
             raise NotImplementedError(f"memory that others allocated cannot be pinned for {self.device}")
         address = memory.data_ptr()
-        module.register_host(address, memory.nbytes)
-        return _when_storage_goes(memory, module.unregister_host, address)
+        with self.guard():
+            module.register_host(address, memory.nbytes)
+        return self._when_storage_goes(memory, module.unregister_host)
+
+    @property
+    def _registers_with_cuda(self) -> bool:
+        return self.device.type == "cuda" and torch.version.hip is None
+
+    def _register_with_cuda(self, memory: torch.Tensor) -> Callable[[], object]:
+        cudart = torch.cuda.cudart()
+        with self.guard():
+            code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            if code != 0:
+                self._forget_last_error(cudart)
+                raise RuntimeError(f"cudaHostRegister refused {memory.nbytes} bytes (error {code})")
+        return self._when_storage_goes(memory, cudart.cudaHostUnregister)
+
+    def _forget_last_error(self, cudart: Any) -> None:
+        """Takes back an error that was told by its return code.
+
+        CUDA keeps it for the thread until somebody asks, and torch asks after the next kernel that it launches: a
+        computation that has nothing to do with it would raise.
+        """
+        if hasattr(cudart, "cudaGetLastError"):
+            cudart.cudaGetLastError()
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device)  # a kernel of ours, whose check takes the error
+
+    def _when_storage_goes(self, memory: torch.Tensor, unlock: Callable[[int], object]) -> Callable[[], object]:
+        """Unlocks memory with its storage, which views keep alive, and not with the tensor object, which they do not.
+
+        Nothing may be copied from it any more by then.
+        """
+        unlock = functools.partial(self._guarded, unlock)
+        finalizer = weakref.finalize(memory.untyped_storage(), unlock, memory.data_ptr())
+        finalizer.atexit = False  # the driver may be gone by then, and the process's memory goes anyway
+        return finalizer
+
+    def _guarded(self, function: Callable[[int], object], address: int) -> None:
+        with self.guard():
+            function(address)
+
+    def guard(self) -> contextlib.AbstractContextManager[None]:
+        """Makes this the current device inside the block, for the calling thread.
+
+        What names no device would take place on another one otherwise, and open a context there that costs hundreds
+        of MiB.
+        """
+        return contextlib.nullcontext() if self.is_cpu else torch.accelerator.device_index(self.device.index)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Makes `stream` the current one inside the block."""
-        with stream:
+        """Makes `stream` and its device the current ones inside the block, for the calling thread.
+
+        A `torch.Stream` used as a context manager keeps in itself what was current before: two threads that enter one
+        at the same time leave with each other's.
+        """
+        if self.is_cpu:
             yield
+            return
+        with self.guard():
+            before = torch.accelerator.current_stream(self.device)
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
 
 def find_device(device: str | torch.device | None) -> str | torch.device:
@@ -247,32 +311,6 @@ def rank_devices(device: str | torch.device, ranks: int) -> list[str]:
     if ranks > count and wanted.type != "emu":
         raise OffloadError(f"device: {ranks} ranks need {ranks} devices; accepted: at most {count} ranks here")
     return [f"{wanted.type}:{rank}" for rank in range(ranks)]
-
-
-def _registered(nbytes: int) -> torch.Tensor:
-    """Page-aligned host memory that is registered with CUDA, and unregistered when its storage goes."""
-    page = 4096
-    raw = torch.empty(nbytes + page, dtype=torch.uint8)
-    start = -raw.data_ptr() % page
-    buffer = raw[start : start + nbytes]
-    _register_with_cuda(buffer)
-    return buffer
-
-
-def _register_with_cuda(memory: torch.Tensor) -> Callable[[], object]:
-    cudart = torch.cuda.cudart()
-    address = memory.data_ptr()
-    code = cudart.cudaHostRegister(address, memory.nbytes, 0)
-    if int(code) != 0:
-        raise RuntimeError(f"cudaHostRegister refused {memory.nbytes} bytes (error {int(code)})")
-    return _when_storage_goes(memory, cudart.cudaHostUnregister, address)
-
-
-def _when_storage_goes(memory: torch.Tensor, unlock: Callable[[int], object], address: int) -> Callable[[], object]:
-    """Unlocks memory with its storage, which views keep alive, and not with the tensor object, which they do not."""
-    finalizer = weakref.finalize(memory.untyped_storage(), unlock, address)
-    finalizer.atexit = False  # the driver may be gone by then, and the process's memory goes anyway
-    return finalizer
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:

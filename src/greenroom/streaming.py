@@ -16,10 +16,10 @@ Note [An unexpected order is never wrong]
 from __future__ import annotations
 
 import itertools
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ import torch
 from greenroom.accelerator import Accelerator
 from greenroom.errors import OffloadError
 from greenroom.host import HostUnit, references
-from greenroom.staging import Stager
+from greenroom.staging import Copy, Span, Stager
 
 Kept = Callable[[HostUnit, torch.Tensor], None]
 """Told of a unit that has left `slab`, its bytes on the device, while somebody kept a view of them."""
@@ -50,13 +50,20 @@ class DeviceCopy:
 
 
 class CopyProbe(Protocol):
-    """Who times copies: told before one is enqueued, it gives the event to record after it."""
+    """Who times copies."""
 
-    def copying(self, name: str, nbytes: int, stream: Any) -> Any: ...
+    def span(self) -> Span:
+        """Events to record right before and right after a copy."""
+
+    def copied(self, name: str, nbytes: int, span: Span, copy: Copy) -> None:
+        """Told of a copy that was asked for, and of the events around it."""
 
 
 class Copier:
-    """The copy stream, and copies of whole units into buffers of their own."""
+    """The copy stream, and copies of whole units into buffers of their own.
+
+    The thread that computes and one that takes part in gathers may send copies at the same time.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -67,35 +74,68 @@ class Copier:
         self.stager: Stager | None = None
         """Set while there are masters that are not pinned."""
         self.on_kept: Kept | None = None
+        self._sending = threading.RLock()  # taken again where garbage is collected while it is held
 
-    def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> Future[None] | None:
-        """Enqueues one flat copy of the unit's master into `buffer`, and `ready` after it; returns what `send` does."""
+    def fill(self, buffer: torch.Tensor, unit: HostUnit, ready: Any) -> Copy:
+        """Asks for one flat copy of the unit's master into `buffer`, as `send` does."""
         return self.send(buffer, unit.source, ready, name=unit.name, pinned=unit.pinned and not unit.diverged)
 
-    def send(
-        self, target: torch.Tensor, source: torch.Tensor, ready: Any, *, name: str, pinned: bool
-    ) -> Future[None] | None:
-        """Enqueues one flat copy from host memory to the device, and `ready` after it.
+    def send(self, target: torch.Tensor, source: torch.Tensor, ready: Any, *, name: str, pinned: bool) -> Copy:
+        """Asks for one flat copy from host memory to the device, and for `ready` after it.
 
         Args:
             target, source: uint8 tensors of one size.
+            ready: event to record on the copy stream.
             name: of what is copied, for timelines.
             pinned: whether `source` is page-locked.
 
         Returns:
-            None, or where a thread does the enqueueing, what to wait for before another stream waits for `ready`.
+            What to wait for before another stream waits for `ready`.
         """
-        self.copied_bytes += source.nbytes
-        self.copies += 1
-        timed = self.probe.copying(name, source.nbytes, self.stream) if self.probe is not None else None
-        if self.stager is not None:
-            return self.stager.copy(target, source, ready, timed, pinned=pinned)
-        with self.stream:
+        with self._sending:
+            self.copied_bytes += source.nbytes
+            self.copies += 1
+            probe = self.probe
+            span = None if probe is None else probe.span()
+            if self.stager is not None:
+                copy = self.stager.copy(target, source, ready, span, pinned=pinned)
+            else:
+                copy = self._enqueue(target, source, ready, span)
+            if probe is not None and span is not None:
+                probe.copied(name, source.nbytes, span, copy)
+        return copy
+
+    def _enqueue(self, target: torch.Tensor, source: torch.Tensor, ready: Any, span: Span | None) -> Copy:
+        with self.accelerator.on(self.stream):
+            if span is not None:
+                span[0].record(self.stream)
             target.copy_(source, non_blocking=True)
-        ready.record(self.stream)
-        if timed is not None:
-            timed.record(self.stream)
-        return None
+            ready.record(self.stream)
+            if span is not None:
+                span[1].record(self.stream)
+        return Copy()
+
+    def finish(self) -> None:
+        """Waits until no copy that was asked for reads host memory any more.
+
+        Memory that was registered with a device goes at once when its tensors do, whoever still copies from it. So
+        this comes before a master is dropped.
+        """
+        with self._sending:
+            stager = self.stager
+        if stager is not None:
+            stager.drain()
+        self.stream.synchronize()
+
+    def end_staging(self) -> int:
+        """Closes the staging ring, if there is one, and returns the bytes that it had pinned."""
+        with self._sending:
+            stager, self.stager = self.stager, None
+        if stager is None:
+            return 0
+        nbytes = stager.nbytes
+        stager.close()
+        return nbytes
 
     def load(self, units: Sequence[HostUnit]) -> list[DeviceCopy]:
         """Brings units in and binds them; the compute stream waits for the copies, the host does not.
@@ -117,9 +157,8 @@ class Copier:
                 allocated = accelerator.new_event()
                 allocated.record(accelerator.current_stream())
                 self.stream.wait_event(allocated)
-                for job in [self.fill(copy.buffer, copy.unit, copy.ready) for copy in copies]:
-                    if job is not None:
-                        job.result()
+                for sent in [self.fill(copy.buffer, copy.unit, copy.ready) for copy in copies]:
+                    sent.enqueued()
             except BaseException as error:
                 self.settle()
                 # A traceback that somebody keeps must not keep the memory.
@@ -193,19 +232,26 @@ class Copier:
 class _Stay:
     """One stay of a block in the arena, from its copy to the moment its bytes are taken again."""
 
-    __slots__ = ("block", "free", "job", "ready", "references", "start", "stop", "used", "views", "wanted")
+    __slots__ = ("block", "copy", "free", "ready", "references", "start", "stop", "used", "views", "wanted")
 
-    def __init__(self, block: StreamedBlock, start: int, stop: int, ready: Any, free: Any) -> None:
+    def __init__(
+        self,
+        block: StreamedBlock,
+        place: tuple[int, int],
+        views: tuple[list[torch.Tensor], list[int]],
+        copy: Copy,
+        ready: Any,
+        free: Any,
+    ) -> None:
         self.block = block
-        self.start = start
-        self.stop = stop
+        self.start, self.stop = place
+        self.views = views
+        self.copy = copy
         self.ready = ready
         self.free = free
         self.used = False  # `free` was recorded
         self.wanted = True  # fetched for a use that is still expected
-        self.views: tuple[list[torch.Tensor], list[int]] = ([], [])
         self.references = 0  # to the arena, when the block began to compute
-        self.job: Future[None] | None = None  # done when `ready` was recorded, where a thread does that
 
 
 class StreamedBlock:
@@ -425,8 +471,7 @@ class BlockStream:
         else:
             surprised = self._skip_to(stay)
         stay.wanted = False
-        if stay.job is not None:
-            self._await(stay)
+        self._await(stay)
         self.accelerator.current_stream().wait_event(stay.ready)
         block.unit.bind(*stay.views)
         block.track.saw(block)
@@ -436,10 +481,8 @@ class BlockStream:
         stay.references = references(self.arena)
 
     def _await(self, stay: _Stay) -> None:
-        job, stay.job = stay.job, None
-        assert job is not None
         try:
-            job.result()
+            stay.copy.enqueued()
         except BaseException:
             self._forget(stay)
             raise
@@ -491,8 +534,7 @@ class BlockStream:
         self.pump()
         if wait:
             for stay in self._stays:
-                if stay.job is not None:
-                    self._await(stay)
+                self._await(stay)
 
     def end_call(self) -> None:
         """The pipeline's call is over. What was fetched ahead is given up: weights may be edited between calls."""
@@ -591,10 +633,10 @@ class BlockStream:
                 self._events += (other.ready, other.free)
             else:
                 keep.append(other)
-        stay = _Stay(block, start, stop, self._event(), self._event())
+        ready, free = self._event(), self._event()
         flat, views, addresses = block.views_at(self.arena, start)
-        stay.views = (views, addresses)
-        stay.job = self.copier.fill(flat, unit, stay.ready)
+        copy = self.copier.fill(flat, unit, ready)
+        stay = _Stay(block, (start, stop), (views, addresses), copy, ready, free)
         block.versions = unit.versions()
         block.stay = stay
         keep.append(stay)

@@ -314,7 +314,7 @@ class Gatherer:
         for slot in self._slots:
             if slot.work is not None:
                 try:
-                    with self.stream:
+                    with self.accelerator.on(self.stream):
                         slot.work.wait()
                 except RuntimeError as error:
                     raise RanksError(f"a gather failed: {in_short(error)}") from error
@@ -335,14 +335,13 @@ class Gatherer:
         with torch.inference_mode(False), torch.no_grad():
             share = slot.shard[: piece.share]
             whole = slot.block[: self.size * piece.share]
-            job = copier.send(share, piece.shard, slot.copied, name=piece.block.unit.name, pinned=piece.pinned)
-            if job is not None:
-                job.result()
+            name = piece.block.unit.name
+            copier.send(share, piece.shard, slot.copied, name=name, pinned=piece.pinned).enqueued()
             self.stream.wait_event(slot.copied)
             if slot.used:
                 self.stream.wait_event(slot.free)
             try:
-                with self.stream:
+                with self.accelerator.on(self.stream):
                     slot.work = all_gather(whole, share, group=self.group, async_op=True)
                     slot.work.wait()  # of this stream, not of the host
             except RuntimeError as error:

@@ -128,7 +128,6 @@ class Masters:
         self.pinned_bytes += self.copier.stager.nbytes
 
     def end_staging(self) -> None:
-        """Closes the staging ring."""
-        stager, self.copier.stager = self.copier.stager, None
-        if stager is not None:
-            stager.close()
+        """Closes the staging ring; when it returns, no copy reads a master any more."""
+        self.copier.finish()
+        self.pinned_bytes -= self.copier.end_staging()

@@ -8,14 +8,12 @@ from typing import Any
 from torch import nn
 
 from greenroom.accelerator import Accelerator
+from greenroom.staging import Copy, Span
 from greenroom.strategies.brackets import Bracket
 from greenroom.streaming import Copier
 
 # Two measurements of one thing may differ by this much.
 _NOISE = 0.02
-
-# A span on a lane: name, start event, end event, bytes.
-_Span = tuple[str, Any, Any, int]
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Probe:
         self.accelerator = accelerator
         self.copier = copier
         self._blocks: dict[int, tuple[str, Any, Any]] = {}
-        self._copies: list[_Span] = []
+        self._copies: list[tuple[str, int, Span, Copy]] = []
         self._memory: list[tuple[Any, int]] = []
         self._names = names
         self._hooks: list[Any] = []
@@ -94,12 +92,11 @@ class Probe:
 
         self._hooks.append(Bracket(block, before, after, hooks))
 
-    def copying(self, name: str, nbytes: int, stream: Any) -> Any:
-        """Called before a copy is enqueued; the event that it returns is to be recorded after it."""
-        start, end = self._event(), self._event()
-        start.record(stream)
-        self._copies.append((name, start, end, nbytes))
-        return end
+    def span(self) -> Span:
+        return self._event(), self._event()
+
+    def copied(self, name: str, nbytes: int, span: Span, copy: Copy) -> None:
+        self._copies.append((name, nbytes, span, copy))
 
     def stop(self) -> None:
         """The forward is over."""
@@ -111,9 +108,13 @@ class Probe:
             self.copier.probe = None
 
     def timing(self) -> Timing:
-        """The figures; waits until the device is past the end of the forward."""
+        """The figures; waits until the device is past the end of the forward, and of the copies made meanwhile.
+
+        A copy that failed has no time; whoever needs it is told.
+        """
         self._end.synchronize()
-        for _, _, end, _ in self._copies:
+        made = [(name, nbytes, *span) for name, nbytes, span, copy in self._copies if not copy.failed()]
+        for _, _, _, end in made:
             end.synchronize()
         blocks = [self._blocks.get(i) for i in range(len(self._names))]
         block_s = tuple(_seconds(b[1], b[2]) if b is not None else 0.0 for b in blocks)
@@ -121,13 +122,13 @@ class Probe:
         ran = sorted((_seconds(self._begin, b[1]), _seconds(self._begin, b[2])) for b in blocks if b is not None)
         # Before the first block and after the last: between two blocks there is mostly the wait for a copy.
         other_s = max(0.0, ran[0][0]) + max(0.0, forward_s - ran[-1][1]) if ran else forward_s
-        copies = tuple((n, max(_seconds(s, e), 1e-12)) for _, s, e, n in self._copies)
+        copies = tuple((nbytes, max(_seconds(s, e), 1e-12)) for _, nbytes, s, e in made)
         lanes = [
             ("compute", b[0], _seconds(self._begin, b[1]), _seconds(self._begin, b[2]), 0)
             for b in blocks
             if b is not None
         ]
-        lanes += [("copy", c, _seconds(self._begin, s), _seconds(self._begin, e), n) for c, s, e, n in self._copies]
+        lanes += [("copy", c, _seconds(self._begin, s), _seconds(self._begin, e), nbytes) for c, nbytes, s, e in made]
         memory = tuple((_seconds(self._begin, event), nbytes) for event, nbytes in self._memory)
         return Timing(forward_s, block_s, other_s, copies, tuple(lanes), memory)
 
