@@ -35,11 +35,11 @@ from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.masters import Masters
 from greenroom.strategies.occupancy import Occupancy
 from greenroom.strategies.outside import watch_parts
-from greenroom.strategies.parts import Addition, Part, cut, refuse_unmovable
+from greenroom.strategies.parts import Addition, Part, cut_all
 from greenroom.strategies.probe import Probe, Timing
 from greenroom.strategies.sharing import Sharing
 from greenroom.streaming import BlockStream, Copier, StreamedBlock, Track
-from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
+from greenroom.topology import RESIDENT, STREAM, Component, ResolvedPlan
 
 # Entry points that run the blocks once for each token: streamed, they would move the whole model for each.
 _RUNS_BLOCKS_MANY_TIMES = frozenset({"generate", "sample"})
@@ -127,17 +127,7 @@ class Runtime:
         self, plan: ResolvedPlan, residents: Callable[[Component], Sequence[int]], arena_bytes: int | None
     ) -> None:
         keeper = self.keeper
-        self.parts = [
-            cut(
-                component,
-                plan.shared,
-                may_leave=keeper is not None or component.placement == SWAP,
-                first=component is plan.components[0],
-            )
-            for component in plan.components
-        ]
-        for part in self.parts:
-            refuse_unmovable(part.name, part.unmovable, self.accelerator.device)
+        self.parts = cut_all(plan, self.accelerator.device, all_may_leave=keeper is not None)
         shared = self.shared = HostUnit("shared between components", plan.shared)
         self.shared_bytes = shared.nbytes
         layout = (
@@ -298,6 +288,7 @@ class Runtime:
             self._take_apart()
 
     def _take_apart(self) -> None:
+        self.masters.end_staging()  # first: on the staging thread itself nothing else may wait for copies
         for part in self.parts:
             if part.stream is not None:
                 part.stream.abandon()
@@ -307,7 +298,6 @@ class Runtime:
             part.copies.clear()
             part.kept.clear()
             part.additions.clear()
-        self.masters.end_staging()
         self.copier.on_kept = None
         self.shared_copies.clear()
         self.parts.clear()
