@@ -33,7 +33,9 @@ GRANULARITY = 512
 # Bytes of device memory that a comparison with a master may take.
 _COMPARED = 2 * 2**20
 
-Alloc = Callable[[int], torch.Tensor]
+Renew = Callable[["HostUnit", int], tuple[torch.Tensor, bool]]
+"""Makes memory, of so many bytes, for the next master of a unit: the memory, and whether it is page-locked. When it
+returns, no copy reads the present master any more."""
 
 # Read for every tensor of every block that passes, so they are taken by `map`, which costs less than a loop.
 _address = torch.Tensor.data_ptr
@@ -151,7 +153,7 @@ def module_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 class HostUnit:
     """Tensors that travel together, with their packed master.
 
-    Until `adopt` is called the tensors are untouched. The unit holds the tensor objects and never a module, so that
+    Until `take` is called the tensors are untouched. The unit holds the tensor objects and never a module, so that
     hooks which hold a unit make no reference cycle with the module they sit on.
 
     Args:
@@ -166,6 +168,8 @@ class HostUnit:
         self.master: torch.Tensor | None = None
         self.pinned = False
         self.shared: torch.Tensor | None = None
+        self.renew: Renew | None = None
+        """Set by whoever allocated the master; without it, another one is pageable."""
         self.diverged = False
         """Whether the master was edited, so that it holds other values than `shared`."""
         self._taken: list[int] = []
@@ -204,21 +208,11 @@ class HostUnit:
                 )
             self._groups.append((offset, span, list(range(first, len(self.tensors)))))
             offset += -(-span // ALIGNMENT) * ALIGNMENT
-        self.nbytes = -(-offset // GRANULARITY) * GRANULARITY
+        # Tensors without any elements have a slab as well, so that they are where the others are.
+        self.nbytes = max(-(-offset // GRANULARITY), bool(groups)) * GRANULARITY
         """Size of the slab in bytes, the padding between tensors included."""
 
     # ------------------------------------------------------------------ taking over and giving back
-
-    def adopt(self, allocate: Alloc, *, pinned: bool) -> None:
-        """Copies the values into a new slab and points the tensors at it; their old memory is then free to go.
-
-        Raises:
-            RuntimeError: `allocate` failed; nothing was changed.
-        """
-        with torch.inference_mode(False):
-            slab = allocate(self.nbytes)
-        self.fill(slab, 0, self.nbytes)
-        self.take(slab, pinned=pinned)
 
     def fill(self, slab: torch.Tensor, start: int, stop: int) -> None:
         """Copies the values into the bytes `start` to `stop` of `slab`; of the tensors only what goes there is read."""
@@ -259,7 +253,7 @@ class HostUnit:
     def retake(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets go of the tensors it has, which get memory of their own, and stands for `tensors` instead.
 
-        They are untouched until `adopt` is called again.
+        They are untouched until `take` is called again.
         """
         self.restore()
         self._lay_out(alias_groups(tensors))
@@ -293,12 +287,13 @@ class HostUnit:
         return sum(span for _, span, members in self._groups if members and self._origin[members[0]] == device)
 
     def restore(self) -> None:
-        """Gives each tensor memory of its own again, where it was before `adopt`; ties and strides are kept.
+        """Gives each tensor memory of its own again, where it was before `take`; ties and strides are kept.
 
         Where it raises, it may be called again: what had its own memory already is taken back first.
         """
         if self.master is None:
             return
+        self.renew = None  # what was edited need not be page-locked on its way
         self.release(thorough=True)
         self.absorb()
         with torch.inference_mode(False), torch.no_grad():
@@ -465,22 +460,27 @@ class HostUnit:
         return bool(changed)
 
     def _repack(self, i: int, value: torch.Tensor) -> None:
-        """Gives tensor `i` a place of its own outside the slab's old layout: its dtype, shape or strides changed."""
+        """Gives tensor `i` a place of its own outside the slab's old layout: its dtype, shape or strides changed.
+
+        Raises:
+            RuntimeError: memory could not be page-locked, and has to be; nothing was changed.
+        """
         assert self.master is not None
-        old, old_places = self.master, self._places
-        stand_ins = [value if j == i else place.view(old) for j, place in enumerate(old_places)]
-        tensors = self.tensors
-        origin = {id(t): d for t, d in zip(tensors, self._origin, strict=True)}
-        by_stand_in = {id(s): t for s, t in zip(stand_ins, tensors, strict=True)}
-        self._lay_out(alias_groups(stand_ins))
-        order = self.tensors
-        slab = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.pinned)
-        views = self._views_apart(slab)
-        for view, stand_in in zip(views, order, strict=True):
+        stand_ins = [value if j == i else place.view(self.master) for j, place in enumerate(self._places)]
+        fresh = HostUnit(self.name, stand_ins)
+        if self.renew is not None:
+            slab, pinned = self.renew(self, fresh.nbytes)
+        else:
+            slab, pinned = torch.empty(fresh.nbytes, dtype=torch.uint8), False
+        views = fresh._views_apart(slab)
+        for view, stand_in in zip(views, fresh.tensors, strict=True):
             view.copy_(stand_in)
-        self.tensors = [by_stand_in[id(s)] for s in order]
-        self._origin = [origin[id(t)] for t in self.tensors]
-        self.master, self.shared = slab, None
+        place_of = {id(s): j for j, s in enumerate(stand_ins)}
+        order = [place_of[id(s)] for s in fresh.tensors]
+        self.tensors = [self.tensors[j] for j in order]
+        self._origin = [self._origin[j] for j in order]
+        self._places, self._groups, self.nbytes = fresh._places, fresh._groups, fresh.nbytes
+        self.master, self.pinned, self.shared = slab, pinned, None
         self.layout += 1
         self._set_master_views(views)
 

@@ -15,6 +15,7 @@ Note [The bound]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +58,26 @@ def faster(speeds: Speeds, nbytes: int) -> str:
     return min(("rank-local", "allgather"), key=lambda t: seconds(t, speeds, nbytes))
 
 
-def measure(ranks: Ranks, accelerator: Accelerator, group: Any, block_bytes: int) -> Speeds:
+def measure(
+    ranks: Ranks, accelerator: Accelerator, group: Any, block_bytes: int, allocate: Callable[[int], torch.Tensor]
+) -> Speeds:
     """Times copies and a gather of a block's size, on all ranks at once, so that what they share is shared.
+
+    Args:
+        ranks: they all have to call it at the same time.
+        accelerator: the device.
+        group: to gather in.
+        block_bytes: of the largest block; a part of a very large one will do.
+        allocate: host memory to copy from, page-locked where masters will be.
 
     Raises:
         torch.OutOfMemoryError: two blocks do not fit on the device.
+        RuntimeError: `allocate` failed.
     """
     nbytes = max(1, min(block_bytes, _SAMPLE_BYTES))
     share = share_of(nbytes, ranks.size)
     with torch.inference_mode(False), torch.no_grad():
-        host = accelerator.host_buffer(ranks.size * share, pin=True).zero_()
+        host = allocate(ranks.size * share).zero_()
         device, piece = accelerator.empty(ranks.size * share), accelerator.empty(share)
 
         def timed(work: Any) -> float:

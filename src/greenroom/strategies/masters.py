@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -14,6 +13,34 @@ from greenroom.host import HostUnit
 from greenroom.memory import format_bytes
 from greenroom.staging import BUFFERS, CHUNK_BYTES, Stager
 from greenroom.streaming import Copier
+
+
+def pins(config: OffloadConfig, accelerator: Accelerator, nbytes: int) -> bool:
+    """Whether the words let `nbytes` in all be page-locked."""
+    pin = config.pin_memory
+    return (pin if isinstance(pin, bool) else nbytes <= pin) and not accelerator.is_cpu
+
+
+def host_memory(accelerator: Accelerator, nbytes: int, *, pin: bool, policy: str) -> tuple[torch.Tensor, bool]:
+    """`nbytes` of host memory as uint8, and whether it is page-locked.
+
+    Args:
+        accelerator: for which it is page-locked.
+        nbytes: how much.
+        pin: whether it is to be page-locked.
+        policy: as `pin_failure_policy` of the configuration; unless it is "fail", refused memory is pageable.
+
+    Raises:
+        RuntimeError: the system refused to lock it, and the policy is to fail.
+    """
+    with torch.inference_mode(False):
+        if pin:
+            try:
+                return accelerator.host_buffer(nbytes, pin=True), True
+            except RuntimeError:
+                if policy == "fail":
+                    raise
+        return accelerator.host_buffer(nbytes, pin=False), False
 
 
 class Masters:
@@ -40,22 +67,33 @@ class Masters:
         Raises:
             RuntimeError: memory could not be locked, and the policy is to fail.
         """
-        pinned = self._may_pin(unit.nbytes)
-        try:
-            unit.adopt(functools.partial(self.accelerator.host_buffer, pin=pinned), pinned=pinned)
-        except RuntimeError:
-            if not pinned or self.config.pin_failure_policy == "fail":
-                raise
-            pinned = False
-            self._refused += unit.nbytes
-            unit.adopt(functools.partial(self.accelerator.host_buffer, pin=False), pinned=False)
+        slab, pinned = self._allocate(unit.nbytes)
+        unit.fill(slab, 0, unit.nbytes)
+        unit.take(slab, pinned=pinned)
+        unit.renew = self._renew
         self._count(unit.nbytes, pinned)
 
     def disown(self, unit: HostUnit) -> None:
         """Gives the tensors of a unit that is not on the device memory of their own."""
         if unit.master is not None:
             self._count(-unit.nbytes, unit.pinned)
+            self.copier.finish()
         unit.restore()
+
+    def _allocate(self, nbytes: int) -> tuple[torch.Tensor, bool]:
+        wanted = self._may_pin(nbytes)
+        slab, pinned = host_memory(self.accelerator, nbytes, pin=wanted, policy=self.config.pin_failure_policy)
+        self._refused += nbytes * (wanted and not pinned)
+        return slab, pinned
+
+    def _renew(self, unit: HostUnit, nbytes: int) -> tuple[torch.Tensor, bool]:
+        """Memory for the next master of a unit whose present one goes."""
+        assert unit.master is not None
+        self.copier.finish()
+        slab, pinned = self._allocate(nbytes)
+        self._count(-unit.master.nbytes, unit.pinned)
+        self._count(nbytes, pinned)
+        return slab, pinned
 
     def lock(self, memory: torch.Tensor, pin: Callable[[torch.Tensor], None]) -> bool:
         """Page-locks memory that is there already, with `pin`.
@@ -82,10 +120,7 @@ class Masters:
         return locked
 
     def _may_pin(self, nbytes: int) -> bool:
-        """Whether the configuration lets `nbytes` more be page-locked."""
-        pin = self.config.pin_memory
-        wanted = pin if isinstance(pin, bool) else self.pinned_bytes + self._staging_bytes + nbytes <= pin
-        return wanted and not self.accelerator.is_cpu
+        return pins(self.config, self.accelerator, self.pinned_bytes + self._staging_bytes + nbytes)
 
     def _count(self, nbytes: int, pinned: bool) -> None:
         if pinned:

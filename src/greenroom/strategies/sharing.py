@@ -23,6 +23,7 @@ from greenroom.distributed.transfer import Speeds, faster, measure
 from greenroom.errors import ConfigError, NotSupportedError
 from greenroom.host import HostUnit
 from greenroom.strategies.layout import Layout
+from greenroom.strategies.masters import host_memory, pins
 from greenroom.strategies.parts import Part
 from greenroom.streaming import Copier, StreamedBlock, Track
 from greenroom.topology import STREAM, ResolvedPlan
@@ -80,7 +81,8 @@ class Sharing:
         if not agree(self.ranks, sizes):
             return
         total = sum(map(sum, sizes.values()))
-        speeds = measure(self.ranks, accelerator, self._new_groups().gathers, max(map(max, sizes.values())))
+        widest = max(map(max, sizes.values()))
+        speeds = measure(self.ranks, accelerator, self._new_groups().gathers, widest, self._allocate_as(accelerator))
 
         def slowest(proposals: list[list[float]]) -> str:
             # The forward of the slowest rank is everybody's.
@@ -88,6 +90,16 @@ class Sharing:
 
         chosen = agree(self.ranks, [speeds.whole, speeds.share, speeds.gather], slowest)
         self.transfers.update(dict.fromkeys(sizes, chosen))
+
+    def _allocate_as(self, accelerator: Accelerator) -> Callable[[int], torch.Tensor]:
+        """Host memory that is page-locked if masters of its size will be."""
+        words = self.config
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            pin = pins(words, accelerator, nbytes)
+            return host_memory(accelerator, nbytes, pin=pin, policy=words.pin_failure_policy)[0]
+
+        return allocate
 
     def _new_groups(self) -> Groups:
         if self._groups is None:
