@@ -15,10 +15,13 @@ from torch import nn
 
 from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig, Strategy, parse_config
+from greenroom.distributed.errors import RanksError
 from greenroom.distributed.ranks import Ranks, gather_ranks, tell_failure
-from greenroom.errors import GreenroomError
+from greenroom.errors import GreenroomError, OffloadError
 from greenroom.handle import Handle, memory_as_given, release, require_between_calls
 from greenroom.strategies import auto, layerwise, model_level, sharing
+from greenroom.strategies.draft import Draft
+from greenroom.strategies.earlier import Earlier
 from greenroom.strategies.runtime import Runtime
 from greenroom.topology import ResolvedPlan, merged, resolve
 
@@ -62,7 +65,11 @@ def offload(
         NotSupportedError: the combination is not built.
         OffloadError: the device is not there, or a call of the pipeline is running.
         RanksError: the ranks do not agree, or one of them failed or did not come; raised on all of them.
-        torch.OutOfMemoryError: what has to stay on the device does not fit; the pipeline is as it was.
+        torch.OutOfMemoryError: what has to stay on the device does not fit.
+
+    After any of these the pipeline is as it was. Where it was offloaded already, what is refused leaves that offload
+    alone; where enabling itself failed, the earlier offload is enabled anew, and its handles go on. If that fails as
+    well, or ranks share its weights, OffloadError (RanksError) says so: the pipeline is whole and not offloaded.
     """
     unknown = set(legacy) - set(inspect.signature(parse_config).parameters)
     if unknown:
@@ -104,7 +111,7 @@ def renew(pipeline: Any, runtime: Runtime) -> Handle:
     """Offloads anew, with the same words, what `runtime` offloads, as `pipeline` and those beside it are now.
 
     Raises:
-        OffloadError: a call is running.
+        OffloadError: a call is running, or neither this nor the offload as it was can be enabled.
         RanksError: the ranks that share the weights do not all call it.
     """
     old = runtime.sharing
@@ -123,14 +130,35 @@ def _offload(
     call: str,
 ) -> Handle:
     pipelines = _with_sharing(pipeline, current)
-    _resolve_all(pipelines, config)  # refuses before anything is touched
+    plan = _resolve_all(pipelines, config)
+    with memory_as_given(config.memory_budget):
+        _require_possible(accelerator, config, plan, current, ranks)
     for runtime in current:  # all of them, before the first is undone
         with runtime.occupancy.lock:
             require_between_calls(runtime, call)
-    for runtime in current:
-        with runtime.occupancy.lock:
-            require_between_calls(runtime, call)
-            release(pipeline, runtime)
+            runtime.require_room()
+    if ranks is not None:
+        ranks.meeting.answer("nothing is refused", True)
+    earlier = [Earlier(runtime) for runtime in current]
+    try:
+        for runtime in current:
+            with runtime.occupancy.lock:
+                require_between_calls(runtime, call)
+                release(pipeline, runtime)
+        runtime = _install(pipelines, config, accelerator, ranks)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.meeting.fail(error)  # first: they wait for this rank
+        for each in earlier:
+            _enable_again(each, error, call)
+        raise
+    return Handle(pipeline, runtime, config, renew)
+
+
+def _install(
+    pipelines: list[Any], config: OffloadConfig, accelerator: Accelerator, ranks: Ranks | None = None
+) -> Runtime:
+    """Enables one offload for pipelines that share components and have none."""
     plan = _resolve_all(pipelines, config)
     with memory_as_given(config.memory_budget):
         runtime = _enable(accelerator, config, plan, ranks)
@@ -138,7 +166,27 @@ def _offload(
         _OWNERS[component.module] = runtime
     for each in pipelines:
         runtime.serve(each)
-    return Handle(pipeline, runtime, config, renew)
+    return runtime
+
+
+def _enable_again(earlier: Earlier, error: BaseException, call: str) -> None:
+    """Enables an offload anew that was undone for one which then could not be enabled, for `error`.
+
+    Raises:
+        OffloadError: it cannot be enabled either; the pipeline is whole, and not offloaded.
+    """
+    if not earlier.undone:
+        return
+    try:
+        earlier.finish()
+        earlier.require_own()
+        earlier.take_up(_install(earlier.pipelines, earlier.config, earlier.accelerator))
+    except Exception as again:
+        kind = RanksError if isinstance(error, RanksError) else OffloadError
+        raise kind(
+            f"{call} failed ({error}), and the earlier offload could not be enabled again ({again}): the pipeline "
+            "is whole and not offloaded; call greenroom.offload again"
+        ) from error
 
 
 def _owners(plan: ResolvedPlan) -> list[Runtime]:
@@ -168,6 +216,23 @@ def _resolve_all(pipelines: list[Any], config: OffloadConfig) -> ResolvedPlan:
             group = name if component.group == component.name else component.group
             components.append(replace(component, name=name, group=group))
     return merged(plan, components)
+
+
+def _require_possible(
+    accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, current: list[Runtime], ranks: Ranks | None
+) -> None:
+    """Refuses what is known beforehand to fail: while nothing was touched, nothing has to be put back.
+
+    Raises:
+        ConfigError: the budget or the residents.
+        NotSupportedError: tensors that cannot be moved.
+    """
+    held = sum(r.device_bytes() for r in current if r.accelerator.device == accelerator.device)
+    draft = Draft.of(accelerator, config, plan, held=held, ranks_share=ranks is not None)
+    if config.keeps_budget:
+        auto.require_possible(draft)
+    elif config.strategy is not Strategy.MODEL_LEVEL:
+        layerwise.require_possible(draft)
 
 
 def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, ranks: Ranks | None) -> Runtime:

@@ -81,3 +81,97 @@ def test_a_disable_that_failed_halfway_is_completed_by_the_next(
         greenroom.offload(pipe, config, device="emu")
         assert torch.equal(pipe("emu"), expected)
     assert failures > 1, "the fault was not met"
+
+
+TOO_MUCH = {"dit": {"resident_layers": 99}}
+
+
+@pytest.mark.parametrize("earlier", [toys.MODEL_LEVEL, toys.LAYERWISE, None], ids=["module", "layer", "budget"])
+@pytest.mark.parametrize(
+    ("config", "memory", "named"),
+    [
+        (None, "1KiB", "memory_budget = '1KiB'"),
+        (None, "9999GiB", "memory_budget = '9999GiB'"),
+        ({"mode": "layer", "layer_options": TOO_MUCH}, None, "resident_layers = 99"),
+        ({"mode": "layer", "layer_options": TOO_MUCH}, "64MiB", "resident_layers = 99"),
+    ],
+)
+def test_words_that_are_refused_leave_the_offload_alone(
+    emu: ModuleType, earlier: dict[str, Any] | None, config: dict[str, Any] | None, memory: str | None, named: str
+) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, earlier, memory=None if earlier else "64MiB", device="emu")
+    assert torch.equal(pipe("emu"), expected)
+    before = handle.report()
+    with pytest.raises(greenroom.ConfigError, match=named):
+        greenroom.offload(pipe, config, memory=memory, device="emu")
+    assert handle.enabled
+    assert handle.report() == before  # nothing was copied, no peak was lost
+    assert torch.equal(pipe("emu"), expected)
+
+
+@pytest.mark.parametrize("earlier", [toys.LAYERWISE, None], ids=["layer", "budget"])
+@pytest.mark.parametrize("fault", ["pin", "allocation", "copy"])
+@pytest.mark.parametrize("rescanned", [False, True])
+def test_what_fails_while_it_is_enabled_brings_the_earlier_offload_back(
+    emu: ModuleType, earlier: dict[str, Any] | None, fault: str, rescanned: bool
+) -> None:
+    if fault == "allocation" and rescanned and earlier is None:
+        pytest.skip("a budget does with less")
+    inject = {"pin": emu.fail_pin, "allocation": emu.fail_allocation, "copy": emu.fail_copy}[fault]
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, earlier, memory=None if earlier else "64MiB", device="emu")
+    pipe("emu")
+    if earlier is None:
+        handle.set_memory("2MiB")  # and that budget is kept
+    inject(2)
+    with pytest.raises(RuntimeError, match=r"injected|out of memory"):
+        if rescanned:
+            handle.rescan()
+        else:
+            greenroom.offload(pipe, toys.LAYERWISE_RESIDENT, device="emu")
+    inject(None)
+    assert handle.enabled
+    report = handle.report()
+    assert report.strategy == ("auto" if earlier is None else "layerwise")
+    assert report.budget == (2 * 2**20 if earlier is None else None)
+    assert torch.equal(pipe("emu"), expected)
+    handle.disable()
+    assert torch.equal(pipe(), expected)
+
+
+def test_a_sleeping_offload_sleeps_on_after_another_has_failed(emu: ModuleType) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    before = emu.memory_allocated()
+    handle = greenroom.offload(pipe, toys.LAYERWISE, device="emu")
+    handle.sleep()
+    emu.fail_pin(2)
+    with pytest.raises(RuntimeError, match="injected"):
+        greenroom.offload(pipe, toys.LAYERWISE_RESIDENT, device="emu")
+    assert handle.report().asleep and emu.memory_allocated() == before
+    handle.wake()
+    assert torch.equal(pipe("emu"), expected)
+
+
+def test_where_nothing_can_be_enabled_the_pipeline_is_whole_and_the_error_says_so(
+    emu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, toys.LAYERWISE, device="emu")
+    pipe("emu")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no memory can be locked any more")
+
+    monkeypatch.setattr("greenroom.accelerator.Accelerator.host_buffer", refuse)
+    with pytest.raises(greenroom.OffloadError, match="whole and not offloaded"):
+        handle.rescan()
+    assert not handle.enabled
+    assert torch.equal(pipe(), expected)
+    monkeypatch.undo()
+    greenroom.offload(pipe, toys.LAYERWISE, device="emu")
+    assert torch.equal(pipe("emu"), expected)

@@ -27,6 +27,7 @@ from greenroom.estimate import Estimate, estimate_call
 from greenroom.memory import Memory, format_bytes
 from greenroom.residency import Block, BudgetTooSmall, PipelineModel, Plan, TransferCurve, choose, plan_call
 from greenroom.residency import Component as Numbers
+from greenroom.strategies.draft import Draft
 from greenroom.strategies.layout import Layout, Share
 from greenroom.strategies.parts import Part
 from greenroom.strategies.peaks import Peaks
@@ -83,15 +84,16 @@ class MemoryKeeper:
     Args:
         accelerator: the device.
         config: which components may leave the device, and how.
+        ours: bytes on the device that will be free by then.
 
     Raises:
         ConfigError: the budget is more than the device has.
     """
 
-    def __init__(self, accelerator: Accelerator, config: OffloadConfig) -> None:
+    def __init__(self, accelerator: Accelerator, config: OffloadConfig, ours: int = 0) -> None:
         self.accelerator = accelerator
         self.config = config
-        self.budget = resolve_budget(config.memory_budget, accelerator)
+        self.budget = resolve_budget(config.memory_budget, accelerator, ours)
         self.curve: TransferCurve | None = None
         self.plan: Plan | None = None
         self.peaks = Peaks(accelerator)
@@ -115,6 +117,11 @@ class MemoryKeeper:
 
     # ------------------------------------------------------------------ choosing
 
+    def require_fit(self, draft: Draft) -> None:
+        """Raises ConfigError where not even the least of what `draft` may keep fits; it says what would."""
+        self.observed = {part.name: Observed() for part in draft.parts}
+        self._plan(draft)
+
     def first_layout(self, runtime: Runtime) -> Layout:
         """Before anything was measured: everything if it surely fits, else as little as possible.
 
@@ -137,13 +144,13 @@ class MemoryKeeper:
         self.plan = None
         return self._least(runtime)
 
-    def _plan(self, runtime: Runtime) -> Plan:
+    def _plan(self, runtime: Runtime | Draft) -> Plan:
         try:
             return self._plan_within(runtime, self.limit())
         except BudgetTooSmall as error:
             raise too_small(self.budget, error) from error
 
-    def _plan_within(self, runtime: Runtime, limit: int) -> Plan:
+    def _plan_within(self, runtime: Runtime | Draft, limit: int) -> Plan:
         question = (self._model(runtime), limit, self.curve or _UNMEASURED)
         if question not in self._plans:
             if len(self._plans) >= _REMEMBERED_PLANS:
@@ -156,7 +163,7 @@ class MemoryKeeper:
         free, _ = self.accelerator.free_and_total()
         return min(self.budget, self.accelerator.allocated() + free)
 
-    def _model(self, runtime: Runtime) -> PipelineModel:
+    def _model(self, runtime: Runtime | Draft) -> PipelineModel:
         components = []
         foreign = self._foreign(runtime)
         reserved = int(self.budget * MARGIN) + runtime.shared_bytes
@@ -190,7 +197,7 @@ class MemoryKeeper:
         # Half of it, while what it needs is not known.
         return max(0, left - need) if self.observed[part.name].activations else max(0, left - need) // 2
 
-    def _foreign(self, runtime: Runtime) -> int:
+    def _foreign(self, runtime: Runtime | Draft) -> int:
         """Bytes on the device that are neither weights nor rings: tensors of the user, of other pipelines."""
         device = self.accelerator.device
         mine = runtime.device_bytes()

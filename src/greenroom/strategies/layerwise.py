@@ -12,9 +12,16 @@ from greenroom.accelerator import Accelerator
 from greenroom.config import OffloadConfig, Strategy
 from greenroom.errors import ConfigError
 from greenroom.residency import spread
+from greenroom.strategies.draft import Draft
 from greenroom.strategies.runtime import Runtime
 from greenroom.strategies.sharing import Sharing
 from greenroom.topology import STREAM, Component, ResolvedPlan
+
+
+def require_possible(draft: Draft) -> None:
+    """Raises ConfigError where `draft` cannot be enabled, as far as that is known beforehand; touches nothing."""
+    for component in draft.plan.components:
+        _residents(draft.config, component)
 
 
 def enable(

@@ -13,7 +13,7 @@ from greenroom.errors import NotSupportedError
 from greenroom.host import HostUnit, alias_groups, module_tensors, movable
 from greenroom.strategies.layout import Share
 from greenroom.streaming import BlockStream, DeviceCopy, StreamedBlock, Track
-from greenroom.topology import RESIDENT, STREAM, SWAP, Component
+from greenroom.topology import RESIDENT, STREAM, SWAP, Component, ResolvedPlan
 
 # Bytes up to which a parameter may stay on the device for the sake of an answer.
 _SMALL = 2**16
@@ -173,6 +173,30 @@ def cut(component: Component, shared: Iterable[torch.Tensor], *, may_leave: bool
         hold=frozenset(component.hold),
         unmovable=unmovable,
     )
+
+
+def cut_all(plan: ResolvedPlan, device: torch.device, *, all_may_leave: bool) -> list[Part]:
+    """A part for each component of `plan`; nothing is changed.
+
+    Args:
+        device: where the pipeline computes.
+        all_may_leave: whether every component may leave it, or only those that take turns.
+
+    Raises:
+        NotSupportedError: a component holds tensors that cannot be moved.
+    """
+    parts = [
+        cut(
+            component,
+            plan.shared,
+            may_leave=all_may_leave or component.placement == SWAP,
+            first=component is plan.components[0],
+        )
+        for component in plan.components
+    ]
+    for part in parts:
+        refuse_unmovable(part.name, part.unmovable, device)
+    return parts
 
 
 def _read_from_outside(component: Component) -> set[int]:
