@@ -71,7 +71,13 @@ def test_imports_run_downwards() -> None:
 
 def test_only_one_room_names_a_device() -> None:
     allowed = {"accelerator", "emulator"}
-    device_api = re.compile(r"torch\.(cuda|xpu|npu|mps)\.|torch\.accelerator\.(?!current_accelerator|is_available)")
+    device_api = re.compile(
+        r"torch\.(cuda|xpu|npu|mps)\."
+        r"|torch\.accelerator\.(?!current_accelerator|is_available)"
+        r"|get_device_module|torch\.(Stream|Event)\("
+        r"|\.pin_memory\(|\btorch\.\w+\((?:[^()]|\([^()]*\))*\bpin_memory="
+        r"|with [^\n]*\.\w*stream:"  # see `Accelerator.on`
+    )
     found = [
         f"{path.relative_to(PACKAGE)}: {match.group()}"
         for path in sources()
