@@ -402,6 +402,15 @@ def unpinned() -> Any:
                 handle.wake()
                 assert torch.equal(pipe(DEVICE, seed=RANK), expected)
             handle.disable()
+    # Copies are timed, to choose a transfer, from such memory as masters will have.
+    emu.reset_counters()
+    handle = greenroom.offload(pipe, {**layer("auto"), "pin_memory": False}, device=DEVICE)
+    assert emu.counters()["pins"] == 2  # the buffers of the staging ring
+    handle.disable()
+    emu.fail_pin(1)
+    handle = greenroom.offload(pipe, {**layer("auto"), "pin_failure_policy": "whole_block_fallback"}, device=DEVICE)
+    assert torch.equal(pipe(DEVICE, seed=RANK), expected)
+    handle.disable()
     return True
 
 
