@@ -472,7 +472,7 @@ class MemoryKeeper:
         )
 
     def call_ended(self, runtime: Runtime) -> None:
-        self.peaks.note()
+        self.peaks.end_call()
         self._inputs = None
         sequence, self._sequence = self._sequence, []
         for part in {id(p): p for p in sequence}.values():

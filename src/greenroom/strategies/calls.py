@@ -84,11 +84,12 @@ def running(pipelines: Iterable[Any]) -> Any:
     for pipeline in pipelines:
         if callable(pipeline):
             codes[id(pipeline)] = (pipeline, getattr(inspect.unwrap(type(pipeline).__call__), "__code__", None))
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
+    frame: FrameType | None
+    for frame in sys._current_frames().values():
         while frame is not None:
             for pipeline, code in codes.values():
                 if frame.f_code is code and frame.f_locals.get(code.co_varnames[0]) is pipeline:
+                    frame = None  # one of the frames is this one, which would hold itself and the pipelines
                     return pipeline
             frame = frame.f_back
     return None

@@ -49,3 +49,9 @@ class Draft:
     def device_bytes(self) -> int:
         """Bytes on the device now that are nobody else's."""
         return self.held
+
+    def discard(self) -> None:
+        """Takes the parts apart: blocks and tracks know each other, and weights should not wait for the collector."""
+        for part in self.parts:
+            if part.track is not None:
+                part.track.clear()

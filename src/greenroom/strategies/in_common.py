@@ -162,7 +162,7 @@ class CommonKeeper:
 
     def call_ended(self, runtime: Runtime) -> None:
         self._calling = False
-        self.peaks.note()
+        self.peaks.end_call()
 
     def changed(self, runtime: Runtime) -> None: ...
 

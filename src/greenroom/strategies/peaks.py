@@ -10,19 +10,21 @@ class Peaks:
 
     Attributes:
         highest: since it was made, or `forget`.
-        latest: since the latest call began.
+        latest: of the latest call.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self.highest = 0
         self.latest = 0
+        self._calling = False
 
     def note(self) -> None:
         """Takes in what the device has counted."""
         peak = self._accelerator.peak()
         self.highest = max(self.highest, peak)
-        self.latest = max(self.latest, peak)
+        if self._calling:
+            self.latest = max(self.latest, peak)
 
     def restart(self) -> None:
         """Starts the device's count anew; what it was is not lost."""
@@ -33,8 +35,14 @@ class Peaks:
         """What was before is no part of the latest call."""
         self.restart()
         self.latest = 0
+        self._calling = True
+
+    def end_call(self) -> None:
+        """What comes now is no part of it any more."""
+        self.restart()
+        self._calling = False
 
     def forget(self) -> None:
         """What was before does not count any more."""
-        self.begin_call()
-        self.highest = 0
+        self.restart()
+        self.highest = self.latest = 0

@@ -13,6 +13,7 @@ import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class Runtime:
         self.shared_copies: list[Any] = []
         self.shared_bytes = 0
         self.layout = Layout({})
+        self._halfway = False
+        """Whether an exchange of layouts was interrupted; it is made whole before anybody computes again."""
         self.asleep = False
         """Set by `sleep`: nothing is on the device, and nobody may compute."""
         self.leaving = False
@@ -329,6 +332,15 @@ class Runtime:
             torch.OutOfMemoryError: it does not fit; what is missing is brought in when it is used.
         """
         self.layout = layout
+        self._halfway = True
+        try:
+            self._exchange(layout)
+        except torch.OutOfMemoryError:
+            self._halfway = False
+            raise
+        self._halfway = False
+
+    def _exchange(self, layout: Layout) -> None:
         at_work = [door.owner for door in self.occupancy.inside]
         for part in self.parts:
             share = layout.shares[part.name]
@@ -496,6 +508,8 @@ class Runtime:
             # Before anything is fetched ahead: edits are in the masters and not in what the ranks share.
             self.sharing.look([u for p in self.parts for u in p.units])
             self._looked = True
+        if self._halfway:
+            self.apply(self.layout)
         self._notice(part)
         if self.keeper is not None:
             self.keeper.entering(self, part, door, inputs)
@@ -688,7 +702,7 @@ class Runtime:
         """Learns of the calls of a pipeline, one of several that may share the components."""
         watch(pipeline, self)
         with contextlib.suppress(TypeError):  # some objects cannot be referred to weakly
-            self.pipelines = [r for r in self.pipelines if r() is not None] + [reference_to(pipeline)]
+            self.pipelines = [r for r in self.pipelines if r() is not None] + [_reference_to_parts(pipeline)]
 
     def _is_calling(self) -> bool:
         return self._in_call or bool(self.occupancy.inside)
@@ -812,11 +826,26 @@ def _fixed_layout(
 
 
 def reference_to(pipeline: Any) -> Callable[[], Any]:
-    """A weak reference, or a strong one to an object that has none, such as a SimpleNamespace."""
+    """A weak reference; to an object that has none, such as a SimpleNamespace, a strong one."""
     try:
         return weakref.ref(pipeline)
     except TypeError:
         return lambda: pipeline
+
+
+def _reference_to_parts(pipeline: Any) -> Callable[[], Any]:
+    """As `reference_to`, for those whom the pipeline's modules keep alive: a SimpleNamespace is made anew, of what it
+    held, for as long as its modules live."""
+    if type(pipeline) is not SimpleNamespace:
+        return reference_to(pipeline)
+    held = {n: weakref.ref(v) if isinstance(v, nn.Module) else (lambda v=v: v) for n, v in vars(pipeline).items()}
+
+    def made_anew() -> Any:
+        found = {name: reference() for name, reference in held.items()}
+        lost = any(value is None and isinstance(held[name], weakref.ref) for name, value in found.items())
+        return None if lost else SimpleNamespace(**found)
+
+    return made_anew
 
 
 def _undo_all(stack: list[Callable[[], object]]) -> None:
