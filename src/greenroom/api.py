@@ -229,10 +229,13 @@ def _require_possible(
     """
     held = sum(r.device_bytes() for r in current if r.accelerator.device == accelerator.device)
     draft = Draft.of(accelerator, config, plan, held=held, ranks_share=ranks is not None)
-    if config.keeps_budget:
-        auto.require_possible(draft)
-    elif config.strategy is not Strategy.MODEL_LEVEL:
-        layerwise.require_possible(draft)
+    try:
+        if config.keeps_budget:
+            auto.require_possible(draft)
+        elif config.strategy is not Strategy.MODEL_LEVEL:
+            layerwise.require_possible(draft)
+    finally:
+        draft.discard()
 
 
 def _enable(accelerator: Accelerator, config: OffloadConfig, plan: ResolvedPlan, ranks: Ranks | None) -> Runtime:
