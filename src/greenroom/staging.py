@@ -7,7 +7,9 @@ meanwhile go through the same thread, so that copies keep their order.
 
 from __future__ import annotations
 
+import copy
 import threading
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,21 +30,26 @@ class Copy:
 
     An event that is not recorded yet counts as reached. So whoever waits for one that follows the copy, or lets a
     stream wait for it, waits for `enqueued` first.
+
+    Args:
+        job: tells what kept the copy from the stream, if anything did. It does not raise it: an exception that a
+            future holds keeps the frames that it came through, and with them what was to be copied.
     """
 
     __slots__ = ("_job",)
 
-    def __init__(self, job: Future[None] | None = None) -> None:
+    def __init__(self, job: Future[Exception | None] | None = None) -> None:
         self._job = job
 
     def enqueued(self) -> None:
         """Waits until the copy and the events around it are on the copy stream; raises what kept it from there."""
-        if self._job is not None:
-            self._job.result()
+        failure = self._job.result() if self._job is not None else None
+        if failure is not None:
+            raise copy.copy(failure)
 
     def failed(self) -> bool:
         """Whether the copy could not be enqueued; waits until that is known."""
-        return self._job is not None and self._job.exception() is not None
+        return self._job is not None and self._job.result() is not None
 
 
 class Stager:
@@ -74,7 +81,7 @@ class Stager:
             max_workers=1, thread_name_prefix="greenroom-staging", initializer=accelerator.make_current
         )
         self._ident = self._thread.submit(threading.get_ident).result()
-        self._latest: Future[None] | None = None
+        self._latest: Future[Exception | None] | None = None
         self._closing = False
 
     @property
@@ -92,8 +99,16 @@ class Stager:
             span: events to record right before and after it.
             pinned: whether `master` is page-locked.
         """
-        self._latest = self._thread.submit(self._copy, target, master, ready, span, pinned)
+        self._latest = self._thread.submit(self._attempt, target, master, ready, span, pinned)
         return Copy(self._latest)
+
+    def _attempt(self, *words: Any) -> Exception | None:
+        try:
+            self._copy(*words)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)
+            return error.with_traceback(None)
+        return None
 
     def _copy(self, target: torch.Tensor, master: torch.Tensor, ready: Any, span: Span | None, pinned: bool) -> None:
         with torch.inference_mode(False), torch.no_grad(), self.accelerator.on(self.stream):
@@ -128,7 +143,7 @@ class Stager:
         On the thread itself it does not wait, see the Note above.
         """
         if self._latest is not None and threading.get_ident() != self._ident:
-            self._latest.exception()
+            self._latest.result()
 
     def close(self) -> None:
         """Ends the thread and gives the pinned memory back, once all copies have ended."""

@@ -97,3 +97,21 @@ def test_what_comes_after_a_call_is_no_part_of_its_peak(emu: ModuleType) -> None
     others = torch.empty(10_000_000, dtype=torch.uint8, device="emu")
     del others
     assert handle.report().latest_peak == peak
+
+
+@pytest.mark.parametrize("mode", ["module", "layer"])
+def test_a_copy_that_fails_on_the_staging_thread_leaves_nothing(
+    emu: ModuleType, without_garbage_collection: None, mode: str
+) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    before = emu.memory_allocated(), emu.pinned_stats()["current"]
+    for k in (2, 9):
+        handle = greenroom.offload(pipe, {"mode": mode, "pin_memory": False}, device="emu")
+        emu.fail_copy(k)
+        with pytest.raises(RuntimeError, match="injected"):
+            pipe("emu")
+        emu.fail_copy(None)
+        assert torch.equal(pipe("emu"), expected)
+        handle.disable()
+        assert (emu.memory_allocated(), emu.pinned_stats()["current"]) == before
