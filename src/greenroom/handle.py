@@ -21,6 +21,7 @@ from greenroom.memory import Memory, format_bytes
 from greenroom.strategies.budget import MemoryKeeper
 from greenroom.strategies.calls import running, unwatch
 from greenroom.strategies.in_common import CommonKeeper
+from greenroom.strategies.parts import Part
 from greenroom.strategies.peaks import Peaks
 from greenroom.strategies.probe import Timing
 from greenroom.strategies.runtime import Runtime, reference_to
@@ -248,6 +249,28 @@ class Handle:
         if isinstance(keeper, MemoryKeeper) and keeper.excess is not None:
             told, keeper.excess = keeper.excess, None
             raise BudgetExceeded(told)
+
+    def require_gathered(self) -> None:
+        """Raises RanksError where weights of a call came from other ranks and are known not to have arrived.
+
+        The end of a diffusers pipeline's call does that by itself; this is for pipelines that do not say where it is.
+        """
+        runtime = self._current()
+        if runtime is not None and runtime.sharing is not None:
+            runtime.sharing.require_gathered()
+
+    @property
+    def budget(self) -> int | None:
+        """Device bytes to keep within, None without a budget."""
+        runtime = self._current()
+        keeper = runtime.keeper if runtime is not None else None
+        return keeper.budget if isinstance(keeper, MemoryKeeper | CommonKeeper) else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The components as they are at work, for those who watch: to be read only, also while a call is running."""
+        runtime = self._current()
+        return () if runtime is None else tuple(runtime.parts)
 
     def sleep(self) -> None:
         """Frees the device memory of the offload for others; weights stay where they are anyway, on the host.

@@ -363,7 +363,6 @@ class Omni:
 
     def _place(self, config: OffloadConfig | None) -> None:
         device = self._accelerator.device
-        before = self._config if self._handle is not None else None
         if config is None:
             try:
                 self.pipeline.to(device)
@@ -377,11 +376,8 @@ class Omni:
                 self._handle = offload(self.pipeline, config, device=device)
                 self._handle.refuse_excess()
             except Exception:
-                if before is not None:
-                    # A switch undoes the old offload first: what was refused must not leave nothing.
-                    self._handle = offload(self.pipeline, before, device=device)
-                    self._handle.refuse_excess()
-                    self._look()
+                if self._handle is not None:
+                    self._look()  # at the earlier offload, which goes on under its handle
                 raise
         self._look()
 

@@ -99,7 +99,8 @@ class Runner:
             with contextlib.suppress(AttributeError):
                 self.pipeline.maybe_free_model_hooks()
         self.accelerator.synchronize()
-        self._require_gathered()
+        if self.handle is not None:
+            self.handle.require_gathered()
         done = time.monotonic()
         after = self.handle.report() if self.handle else None
         first = watch.denoising_since or started
@@ -121,12 +122,6 @@ class Runner:
         images, videos, audio = _outputs(output)
         self._remember(arguments)
         return OmniResult(request.request_id, str(request.inputs.get("prompt")), images, videos, audio, seed, metrics)
-
-    def _require_gathered(self) -> None:
-        """As at the end of a call, for pipelines that do not say where theirs ends."""
-        runtime = self.handle._runtime() if self.handle is not None else None
-        if runtime is not None and runtime.sharing is not None:
-            runtime.sharing.require_gathered()
 
     # ------------------------------------------------------------------ what fits
 

@@ -13,13 +13,16 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from greenroom.accelerator import Accelerator
 from greenroom.handle import Handle
+from greenroom.host import HostUnit
+from greenroom.strategies.parts import Part
+from greenroom.streaming import StreamedBlock
 
 # Events kept for a watcher, and seconds after the last look until recording stops.
 _KEPT = 4096
@@ -50,10 +53,7 @@ class LiveView:
 
     def install(self) -> None:
         """Puts listeners on the blocks; they do nothing while nobody watches."""
-        runtime = self._runtime()
-        if runtime is None:
-            return
-        for name, module, path in _block_modules(self._pipeline, runtime):
+        for name, module, path in _block_modules(self._pipeline, self._parts()):
             block = f"{name}.{path}"
             for handle in self._listen(module, block):
                 self._hooks.callback(handle.remove)
@@ -79,11 +79,8 @@ class LiveView:
         yield module.register_forward_hook(after, always_call=True)
 
     def _note_copies(self) -> None:
-        runtime = self._runtime()
-        if runtime is None:
-            return
         now = time.monotonic()
-        there = {b.unit.name for p in runtime.parts for b in p.blocks if b.stay is not None}
+        there = {b.unit.name for p in self._parts() for b in p.blocks if b.stay is not None}
         for block in there - self._there:
             self._add("copy", block, now, now)
         self._there = there
@@ -93,8 +90,8 @@ class LiveView:
         with self._lock:
             self._events.append(event)
 
-    def _runtime(self) -> Any:
-        return self._handle._runtime() if self._handle is not None else None
+    def _parts(self) -> tuple[Part, ...]:
+        return self._handle.parts if self._handle is not None else ()
 
     def snapshot(self, since: int = 0) -> dict[str, Any]:
         """What is where, as plain JSON types; sizes in bytes, times in seconds.
@@ -105,7 +102,6 @@ class LiveView:
         self._seen_at = time.monotonic()
         with self._lock:
             events = [e for e in self._events if e["n"] > since]
-        runtime = self._runtime()
         free, total = self._accelerator.free_and_total()
         known = total < 2**62
         return {
@@ -114,14 +110,14 @@ class LiveView:
             "allocated": self._accelerator.allocated(),
             "free": free if known else None,
             "total": total if known else None,
-            "budget": getattr(runtime.keeper, "budget", None) if runtime is not None else None,
-            "components": [_part_snapshot(p) for p in list(runtime.parts)] if runtime is not None else [],
+            "budget": self._handle.budget if self._handle is not None else None,
+            "components": [_part_snapshot(p) for p in self._parts()],
             "events": events,
             "last_event": events[-1]["n"] if events else since,
         }
 
 
-def _part_snapshot(part: Any) -> dict[str, Any]:
+def _part_snapshot(part: Part) -> dict[str, Any]:
     """One component: its placement, and for each block "device", "fixed" (it stays) or "host"."""
     blocks = [_block(b.unit, _where(b, part)) for b in list(part.blocks) if b.unit.nbytes]
     outside = "host" if not (part.copies or part.kept) else "fixed" if part.placement != "swap" else "device"
@@ -136,18 +132,18 @@ def _part_snapshot(part: Any) -> dict[str, Any]:
     }
 
 
-def _block(unit: Any, at: str) -> dict[str, Any]:
+def _block(unit: HostUnit, at: str) -> dict[str, Any]:
     return {"name": unit.name, "bytes": unit.nbytes, "at": at}
 
 
-def _where(block: Any, part: Any) -> str:
+def _where(block: StreamedBlock, part: Part) -> str:
     if block.fixed is not None:
         return "fixed" if part.placement != "swap" else "device"
     return "device" if block.stay is not None else "host"
 
 
-def _block_modules(pipeline: Any, runtime: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    for part in runtime.parts:
+def _block_modules(pipeline: Any, parts: Iterable[Part]) -> Iterator[tuple[str, nn.Module, str]]:
+    for part in parts:
         component: Any = pipeline
         for step in part.name.split("."):
             component = getattr(component, step, None)
