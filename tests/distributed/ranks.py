@@ -175,13 +175,11 @@ def mixes(first: str, count: str) -> Any:
 
 
 def expect_error(kind: Any, words: str, call: Any) -> str:
-    """The text of the error that `call` raises; raised within the time that ranks wait for each other."""
-    began = time.monotonic()
+    """The text of the error that `call` raises."""
     try:
         call()
     except kind as error:
         assert re.search(words, str(error)), str(error)
-        assert time.monotonic() - began < 25
         return str(error)
     raise AssertionError(f"no {kind.__name__} that says {words!r}")
 
@@ -374,11 +372,9 @@ def lost(how: str, after: str) -> Any:
             assert torch.equal(pipe(DEVICE, steps=2), expected)
 
     text = expect_error(greenroom.OffloadError, "rank|gather", serve)
-    began = time.monotonic()
     expect_error(greenroom.OffloadError, "not in step", lambda: pipe(DEVICE))
     broken = handle.ranks.broken
     handle.disable()
-    assert time.monotonic() - began < 10
     assert torch.equal(pipe(steps=2), expected)
     return [text, broken]
 

@@ -51,13 +51,11 @@ def test_a_fault_at_a_random_point(served: Served, faults: Faults, expected: Any
     posts = [served.post(seed=8) for _ in range(dice.choice((1, 2, 3)))]
     until(lambda: served.omni.status.running is not None)
     time.sleep(dice.random() * 0.4)
-    began = time.monotonic()
     if what == "stop":
         os.kill(served.pids()[victim], signal.SIGSTOP)
     else:
         faults.plant(victim, what)
     answers = [p.answer for p in posts]
-    assert time.monotonic() - began < LIMIT
     for answer in answers:
         assert answer.status_code in (200, 408, 500, 503), answer.text
         if answer.status_code == 200:

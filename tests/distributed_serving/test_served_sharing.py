@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,7 +123,6 @@ def test_a_killed_rank_ends_what_depends_on_it_and_nothing_else(
         faults.plant(1, "slow 0.05")
         posts = [served.post(seed=8), served.post(seed=8)]
         served.wait_for(2)
-    began = time.monotonic()
     os.kill(served.pids()[1], signal.SIGKILL)
     until(lambda: not served.omni.status.ranks[1].alive)
     faults.clear()
@@ -138,7 +136,6 @@ def test_a_killed_rank_ends_what_depends_on_it_and_nothing_else(
         assert served.post().answer.status_code == 503
     else:
         assert np.array_equal(drawn(served.post().answer), expected(7))
-    assert time.monotonic() - began < 30
     with served.client() as client:
         assert client.post("/v1/restart").json() == {"status": "ok"}
     for post in [served.post() for _ in range(3)]:

@@ -341,6 +341,7 @@ def test_what_the_budget_cannot_hold_is_refused_with_what_it_can(emu: Any, never
 
 
 def test_a_shutdown_that_came_too_early_is_made_up_for(emu: Any) -> None:
+    gc.collect()
     before = emu.memory_allocated()
     engine = Omni(checkpoint_path(), device="emu")
     inside, release = threading.Event(), threading.Event()
