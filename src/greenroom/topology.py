@@ -2,7 +2,8 @@
 
 Note [Validate, then touch]
     Resolving is pure: it reads the pipeline and changes nothing. Everything that Greenroom can refuse is refused
-    here or in `config`, before a tensor moves or a hook is set.
+    here, in `config`, or of a draft (`strategies/draft.py`), before a tensor moves, a hook is set or an earlier
+    offload is undone.
 """
 
 from __future__ import annotations

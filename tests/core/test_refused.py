@@ -175,3 +175,42 @@ def test_where_nothing_can_be_enabled_the_pipeline_is_whole_and_the_error_says_s
     monkeypatch.undo()
     greenroom.offload(pipe, toys.LAYERWISE, device="emu")
     assert torch.equal(pipe("emu"), expected)
+
+
+@pytest.mark.parametrize("way_out", ["maybe_free_model_hooks", "sleep"])
+def test_what_a_call_left_on_the_device_that_was_given_up_between_components(emu: ModuleType, way_out: str) -> None:
+    pipe = toys.Pipeline()
+    expected = pipe()
+    handle = greenroom.offload(pipe, toys.MODEL_LEVEL, device="emu")
+    pipe("emu")
+    between = emu.memory_allocated()
+
+    def give_up(step: int, x: torch.Tensor) -> None:
+        raise KeyError("given up")
+
+    pipe.between = give_up
+    with pytest.raises(KeyError, match="given up"):
+        pipe("emu")
+    pipe.between = None
+    assert emu.memory_allocated() > between
+    if way_out == "sleep":
+        handle.sleep()
+        assert emu.memory_allocated() < between
+        handle.wake()
+    else:
+        pipe.maybe_free_model_hooks()
+    assert emu.memory_allocated() == between
+    assert torch.equal(pipe("emu"), expected)
+
+
+def test_a_budget_may_refuse_what_it_cannot_hold(emu: ModuleType) -> None:
+    pipe = toys.only(toys.DiT())
+    small, large = toys.inputs(1, "emu"), toys.inputs(4000, "emu")
+    handle = greenroom.offload(pipe, memory="12MiB", device="emu")
+    handle.refuse_excess()
+    with torch.no_grad():
+        pipe.transformer(*small)
+        with pytest.raises(greenroom.errors.BudgetExceeded, match="accepted: a budget of at least"):
+            pipe.transformer(*large)
+            handle.raise_excess()
+        assert pipe.transformer(*small).isfinite().all()
