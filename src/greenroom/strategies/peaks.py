@@ -38,8 +38,8 @@ class Peaks:
         self._calling = True
 
     def end_call(self) -> None:
-        """What comes now is no part of it any more."""
-        self.restart()
+        """What comes now is no part of it any more; the device's count goes on, for others who read it."""
+        self.note()
         self._calling = False
 
     def forget(self) -> None:
