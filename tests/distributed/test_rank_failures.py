@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 from types import ModuleType
 
-import launch
 import pytest
+
+import launch
 
 SCRIPT = "ranks.py"
 TIMEOUT = 6

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import launch
 import pytest
+
+import launch
 
 SCRIPT = "ranks.py"
 
