@@ -117,7 +117,10 @@ def renew(pipeline: Any, runtime: Runtime) -> Handle:
     old = runtime.sharing
     ranks = None if old is None else gather_ranks(runtime.accelerator.device, old.ranks.group)
     with _in_unison(ranks):
-        return _offload(pipeline, runtime.config, runtime.accelerator, [runtime], ranks, call="rescan()")
+        handle = _offload(pipeline, runtime.config, runtime.accelerator, [runtime], ranks, call="rescan()")
+        if runtime.memory_since is not None:
+            handle.set_memory(*runtime.memory_since)
+        return handle
 
 
 def _offload(

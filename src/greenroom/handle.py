@@ -231,6 +231,7 @@ class Handle:
             require_between_calls(runtime, "set_memory()")
             with memory_as_given(budget):
                 keeper.set_budget(runtime, budget)
+            runtime.memory_since = (memory,)
 
     def refuse_excess(self) -> None:
         """From now on a call that the budget cannot hold raises BudgetExceeded, which says what would do.

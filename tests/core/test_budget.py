@@ -395,3 +395,14 @@ def test_a_budget_that_turns_out_too_small_is_said_once(emu: ModuleType) -> None
         for _ in range(3):
             assert torch.equal(pipe("emu"), expected)
     assert sum("cannot be kept" in str(w.message) for w in caught) == 1
+
+
+def test_a_rescan_keeps_the_budget_that_was_set(emu: ModuleType) -> None:
+    pipe = OneDiT()
+    expected, total = pipe(), weights(pipe)
+    handle = greenroom.offload(pipe, memory=2 * total, device="emu")
+    handle.set_memory(total)
+    for _ in range(2):
+        handle.rescan()
+        assert handle.report().budget == total
+        assert torch.equal(pipe("emu"), expected)

@@ -85,6 +85,8 @@ class Runtime:
         self.shared: HostUnit | None = None
         self.shared_copies: list[Any] = []
         self.shared_bytes = 0
+        self.memory_since: tuple[int | float | str | None] | None = None
+        """The budget that was said last, where it is another than the configuration's."""
         self.layout = Layout({})
         self._halfway = False
         """Whether an exchange of layouts was interrupted; it is made whole before anybody computes again."""
