@@ -95,7 +95,7 @@ def main() -> int:
     torch.emu.set_race_check("raise")
     device = local_device("emu")
     with Omni(arguments.model, device=device) as resident:
-        variants = VARIANTS["videos" if resident.makes_videos else "pictures"]
+        variants = VARIANTS["videos" if resident.facts.makes_videos else "pictures"]
         expected = {i: drawn(resident.submit(request(words, 7)).future.result()) for i, words in enumerate(variants)}
     totals = {"right": 0, "cancelled": 0, "refused": 0}
     with Omni(arguments.model, device="emu", diffusion_offload_config=arguments.config) as omni:
