@@ -148,7 +148,8 @@ def _offload(
             with runtime.occupancy.lock:
                 require_between_calls(runtime, call)
                 release(pipeline, runtime)
-        runtime = _install(pipelines, config, accelerator, ranks)
+        # What an earlier offload gave back may be elsewhere, or be other tensors, by now.
+        runtime = _install(pipelines, config, accelerator, ranks, None if current else plan)
     except BaseException as error:
         if ranks is not None:
             ranks.meeting.fail(error)  # first: they wait for this rank
@@ -159,10 +160,14 @@ def _offload(
 
 
 def _install(
-    pipelines: list[Any], config: OffloadConfig, accelerator: Accelerator, ranks: Ranks | None = None
+    pipelines: list[Any],
+    config: OffloadConfig,
+    accelerator: Accelerator,
+    ranks: Ranks | None = None,
+    plan: ResolvedPlan | None = None,
 ) -> Runtime:
-    """Enables one offload for pipelines that share components and have none."""
-    plan = _resolve_all(pipelines, config)
+    """Enables one offload for pipelines that share components and have none; `plan` is theirs, where it is known."""
+    plan = plan or _resolve_all(pipelines, config)
     with memory_as_given(config.memory_budget):
         runtime = _enable(accelerator, config, plan, ranks)
     for component in plan.components:

@@ -138,6 +138,8 @@ def test_what_fails_while_it_is_enabled_brings_the_earlier_offload_back(
     assert report.strategy == ("auto" if earlier is None else "layerwise")
     assert report.budget == (2 * 2**20 if earlier is None else None)
     assert torch.equal(pipe("emu"), expected)
+    handle.rescan()
+    assert handle.report().budget == report.budget
     handle.disable()
     assert torch.equal(pipe(), expected)
 

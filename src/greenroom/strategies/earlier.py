@@ -24,6 +24,7 @@ class Earlier:
         self.accelerator = runtime.accelerator
         self.pipelines: list[Any] = [p for reference in runtime.pipelines if (p := reference()) is not None]
         self._asleep = runtime.asleep
+        self._memory_since = runtime.memory_since
         keeper = runtime.keeper
         self._budget = keeper.budget if isinstance(keeper, MemoryKeeper) else 0
         self._refuses = isinstance(keeper, MemoryKeeper) and keeper.refuses
@@ -48,6 +49,7 @@ class Earlier:
     def take_up(self, runtime: Runtime) -> None:
         """Says to `runtime`, enabled with the same words, what was said to the earlier one since."""
         keeper = runtime.keeper
+        runtime.memory_since = self._memory_since
         if isinstance(keeper, MemoryKeeper):
             if keeper.budget != self._budget:
                 keeper.set_budget(runtime, Memory(bytes=self._budget))
