@@ -28,6 +28,15 @@ def emu_module() -> ModuleType:
     return torch.emu
 
 
+@pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    """What goes inside the test goes because nobody refers to it any more."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def load_script() -> Callable[[str], ModuleType]:
     """Loads a file of scripts/ by its name, as a module."""

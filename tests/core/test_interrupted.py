@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,15 +14,6 @@ import toys
 
 import greenroom
 from greenroom import testing
-
-
-@pytest.fixture
-def without_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
 
 VERBS: dict[str, Callable[[Any], object]] = {
     "nothing": lambda handle: None,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,6 @@ from greenroom.engine import DoesNotFit
 
 SMALL = {"seed": 7, "num_inference_steps": 1}
 LARGE = {**SMALL, "height": 256, "width": 256}
-
-
-@pytest.fixture
-def without_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def draw(omni: Omni, words: dict[str, Any], **more: Any) -> int:
